@@ -1,0 +1,80 @@
+"""The vLLM source with the patch series applied: links to the unpacked source, real files only where a patch changed one.
+
+spec: source (unpacked text of the wheel), series (the patches folder), applier (folder that holds hyperqwen/patches).
+"""
+
+import json
+import os
+import py_compile
+import sys
+
+with open(os.environ["specPath"]) as spec_file:
+    spec = json.load(spec_file)
+sys.path.insert(0, spec["applier"])
+
+from hyperqwen.patches import apply, series  # noqa: E402
+
+SOURCE = f"{spec['source']}/site"
+SITE = f"{os.environ['out']}/site"
+
+
+def read(path: str) -> bytes | None:
+    """Bytes of one file of the unpatched tree; None where there is none."""
+    try:
+        with open(f"{SOURCE}/{path}", "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def own(directory: str) -> None:
+    """Make `directory` (relative to the site) a real one whose entries are links to the source's."""
+    target = f"{SITE}/{directory}"
+    if os.path.isdir(target) and not os.path.islink(target):
+        return
+    parent = os.path.dirname(directory)
+    if parent:
+        own(parent)
+    if os.path.islink(target):
+        os.remove(target)
+    os.makedirs(target)
+    origin = f"{SOURCE}/{directory}"
+    for name in sorted(os.listdir(origin)) if os.path.isdir(origin) else []:
+        os.symlink(f"{origin}/{name}", f"{target}/{name}")
+
+
+def replace(path: str, content: bytes | None) -> None:
+    """Give `path` new bytes and byte code, or remove both."""
+    directory, name = os.path.split(path)
+    own(directory)
+    own(f"{directory}/__pycache__")
+    code = f"{SITE}/{directory}/__pycache__/{name.removesuffix('.py')}.{sys.implementation.cache_tag}.pyc"
+    for old in (f"{SITE}/{path}", code):
+        if os.path.lexists(old):
+            os.remove(old)
+    if content is None:
+        return
+    with open(f"{SITE}/{path}", "wb") as file:
+        file.write(content)
+    py_compile.compile(
+        f"{SITE}/{path}",
+        cfile=code,
+        dfile=f"site/{path}",
+        doraise=True,
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
+
+
+def main() -> None:
+    try:
+        patches = series.load(spec["series"])
+        changed = apply.apply_series(read, [entry.patch for entry in patches])
+    except apply.PatchProblems as problems:
+        sys.exit(str(problems))
+    own("vllm")
+    for path, content in sorted(changed.items()):
+        replace(path, content)
+    print(f"{len(patches)} patches, {len(changed)} files changed")
+
+
+main()

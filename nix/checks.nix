@@ -1,0 +1,61 @@
+# One derivation a check. Each runs a Python script of checks/ in the environment it is about and leaves its report in $out.
+{ system, lib, outputs }:
+let
+  inherit (builtins) attrValues listToAttrs map path;
+  inherit (lib) buildWith environment;
+
+  # check :: name -> environment -> script -> spec -> derivation
+  check = name: python: buildWith python "check-${name}";
+
+  repository = path {
+    name = "hyperqwen-repository";
+    path = ../.;
+    filter = file: type: !(builtins.elem (baseNameOf file) [ ".git" "result" "__pycache__" ".venv" ]);
+  };
+
+  # pytest in the environment under test: the tests' own tools lie over it.
+  testEnvironment = base: environment "${base.name}-tests" ([ base ] ++ lib.testTools);
+
+  pytest = name: python: tests: variables: check name python ../checks/pytest_run.py {
+    inherit tests variables;
+    root = repository;
+  };
+
+  engineTests = testEnvironment outputs.engine-cpu;
+
+  nano = {
+    HYPERQWEN_NANO = "${outputs.nano}";
+    HYPERQWEN_NANO_INT8 = "${outputs.nano-int8}";
+  };
+
+  # The engine with the series less one patch: there, that patch's own test has to fail.
+  withoutPatch = entry: check "needed-${entry.name}" (testEnvironment (lib.engineWithout entry.file)) ../checks/must_fail.py {
+    root = repository;
+    patch = entry.file;
+    variables = nano;
+  };
+in
+{
+  unit = pytest "unit" outputs.hyperqwen [ "python/tests" ] { };
+  lint = check "lint" outputs.hyperqwen ../checks/lint.py { root = repository; };
+  docs = check "docs" outputs.hyperqwen ../checks/docs.py { root = repository; };
+  hosts = check "hosts" outputs.hyperqwen ../checks/hosts.py { root = repository; };
+  pins = check "pins" outputs.hyperqwen ../checks/pins.py { root = repository; };
+  patches = check "patches" outputs.hyperqwen ../checks/patches.py { root = repository; tree = outputs.vllm-source; };
+
+  imports-tools = check "imports-tools" outputs.hyperqwen ../checks/imports.py { };
+  imports-cpu = check "imports-cpu" outputs.engine-cpu ../checks/imports.py { };
+  imports-cuda = check "imports-cuda" outputs.engine-cuda ../checks/imports.py { };
+
+  closure = check "closure" outputs.hyperqwen ../checks/closure.py {
+    derivationArgs.exportReferencesGraph = [ "engine-cpu" outputs.engine-cpu "engine-cuda" outputs.engine-cuda "hyperqwen" outputs.hyperqwen ];
+    graphs = [ "engine-cpu" "engine-cuda" "hyperqwen" ];
+    wheels = map (wheel: "${wheel.name}-${wheel.version}") lib.pins.wheels;
+  };
+
+  compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
+
+  engine = pytest "engine" engineTests [ "checks/engine" ] nano;
+  serve = check "serve" outputs.hyperqwen ../checks/serve.py { demo = outputs.demo; nano = outputs.nano; };
+  lossless = pytest "lossless" engineTests [ "checks/lossless" ] nano;
+} // listToAttrs (map (entry: { name = "needed-${entry.name}"; value = withoutPatch entry; }) lib.patchList)
