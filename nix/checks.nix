@@ -1,8 +1,8 @@
 # One derivation a check. Each runs a Python script of checks/ in the environment it is about and leaves its report in $out.
 { system, lib, outputs }:
 let
-  inherit (builtins) attrValues listToAttrs map path;
-  inherit (lib) buildWith environment;
+  inherit (builtins) baseNameOf elem listToAttrs map path;
+  inherit (lib) buildWith layer;
 
   # check :: name -> environment -> script -> spec -> derivation
   check = name: python: buildWith python "check-${name}";
@@ -10,11 +10,11 @@ let
   repository = path {
     name = "hyperqwen-repository";
     path = ../.;
-    filter = file: type: !(builtins.elem (baseNameOf file) [ ".git" "result" "__pycache__" ".venv" ]);
+    filter = file: type: !(elem (baseNameOf file) [ ".git" "result" "__pycache__" ".venv" ]);
   };
 
   # pytest in the environment under test: the tests' own tools lie over it.
-  testEnvironment = base: environment "${base.name}-tests" ([ base ] ++ lib.testTools);
+  testEnvironment = base: layer "${base.name}-tests" ([ base ] ++ lib.testTools);
 
   pytest = name: python: tests: variables: check name python ../checks/pytest_run.py {
     inherit tests variables;
@@ -43,9 +43,9 @@ in
   pins = check "pins" outputs.hyperqwen ../checks/pins.py { root = repository; };
   patches = check "patches" outputs.hyperqwen ../checks/patches.py { root = repository; tree = outputs.vllm-source; };
 
-  imports-tools = check "imports-tools" outputs.hyperqwen ../checks/imports.py { };
-  imports-cpu = check "imports-cpu" outputs.engine-cpu ../checks/imports.py { };
-  imports-cuda = check "imports-cuda" outputs.engine-cuda ../checks/imports.py { };
+  imports-tools = check "imports-tools" outputs.hyperqwen ../checks/imports.py { allowed = { }; };
+  imports-cpu = check "imports-cpu" outputs.engine-cpu ../checks/imports.py { allowed = { }; };
+  imports-cuda = check "imports-cuda" outputs.engine-cuda ../checks/imports.py { allowed = { }; };
 
   closure = check "closure" outputs.hyperqwen ../checks/closure.py {
     derivationArgs.exportReferencesGraph = [ "engine-cpu" outputs.engine-cpu "engine-cuda" outputs.engine-cuda "hyperqwen" outputs.hyperqwen ];

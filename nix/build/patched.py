@@ -1,11 +1,13 @@
 """The vLLM source with the patch series applied: links to the unpacked source, real files only where a patch changed one.
 
-spec: source (unpacked text of the wheel), series (the patches folder), applier (folder that holds hyperqwen/patches).
+spec: source (unpacked text of the wheel), series (the patches folder), applier (folder that holds hyperqwen/patches),
+omit (patches to leave out: the negative controls of their tests).
 """
 
 import json
 import os
 import py_compile
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +21,23 @@ from hyperqwen.patches.series import apply_folder  # noqa: E402
 
 SOURCE = f"{spec['source']}/site"
 SITE = f"{os.environ['out']}/site"
+
+
+def series_without(omit: list[str]) -> Path:
+    """The patches folder, or a copy of it that lacks `omit` in both the folder and the series."""
+    folder = Path(spec["series"])
+    if not omit:
+        return folder
+    copy = Path(os.environ["NIX_BUILD_TOP"]) / "patches"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*omit))
+    series = copy / "series"
+    series.chmod(0o644)
+    lines = series.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.strip() not in omit]
+    if len(lines) - len(kept) != len(omit):
+        sys.exit(f"the series does not list each of {omit} once")
+    series.write_text("".join(kept))
+    return copy
 
 
 def own(directory: str) -> None:
@@ -61,7 +80,7 @@ def replace(path: str, content: bytes | None) -> None:
 
 def main() -> None:
     try:
-        changed = apply_folder(Path(spec["series"]), tree_reader(Path(SOURCE)))
+        changed = apply_folder(series_without(spec["omit"]), tree_reader(Path(SOURCE)))
     except PatchProblems as problems:
         sys.exit(str(problems))
     own("vllm")

@@ -26,7 +26,7 @@ CONTEXT = 3
 NO_NEWLINE = rb"\ No newline at end of file"
 
 Reader = Callable[[str], bytes | None]
-"""Content of the file at a `/`-separated path below the tree, or None where there is none. Raises `UnsafePath`."""
+"""Reads the file at a `/`-separated path below the tree; None where there is none. Raises `UnsafePath`."""
 
 _HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?")
 _GIT_LINE = re.compile(rb"diff --git a/(\S+) b/(\S+)")
@@ -94,7 +94,7 @@ class PatchProblems(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a hunk: `tag` is " ", "-" or "+"; `data` keeps the line end, which the last line of a file may lack."""
+    """A line of a hunk: `tag` is " ", "-" or "+"; `data` keeps the line end, which a file's last may lack."""
 
     tag: str
     data: bytes
@@ -177,7 +177,7 @@ class FilePatch:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A parsed patch. `header` is the text before the first diff line, a line each; `problems` is what is wrong."""
+    """A parsed patch: `header` is the text before the first diff line, `problems` is what is wrong."""
 
     name: str
     header: tuple[str, ...]
@@ -635,7 +635,7 @@ def find(lines: list[bytes], hunk: Hunk) -> list[int]:
 
 
 def splice(lines: Sequence[bytes], places: Sequence[tuple[int, Hunk]]) -> bytes:
-    """`lines` with the old side of each hunk, which stands at the index given with it, replaced by the new side."""
+    """`lines` with each hunk's old side, at the index given with it, replaced by the new side."""
     out: list[bytes] = []
     at = 0
     for start, hunk in places:

@@ -1,4 +1,4 @@
-"""What a series must hold beyond applying: it can be taken back, its results compile, its headers tell the truth."""
+"""What a series must hold beyond applying: it can be taken back, compiles, and its headers tell the truth."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _compile(source: bytes, path: str) -> ast.Module:
 
 
 def references(tree: ast.Module) -> Counter[str]:
-    """Dotted names below `hyperqwen` that a module imports, reaches through an import, or holds as a string, counted.
+    """Count the names below `hyperqwen` that a module imports, reaches by an import, or holds as a string.
 
     A string counts because registries name classes so ("package.module:Class"). A module that is imported
     only to reach a name in it is not listed besides that name.
@@ -175,7 +175,7 @@ def _check_references_exist(name: str, header: Header, repository: Path) -> Iter
 
 
 def seam_error(seam: Seam, source: Path) -> str | None:
-    """Why `seam` is not defined in the packages below `source`, or None. The module is parsed, not imported."""
+    """Why `seam` is not defined below `source`, or None. The module is parsed, not imported."""
     stem = source.joinpath(*seam.module.split("."))
     path = next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
     if path is None:

@@ -16,7 +16,7 @@ _SKIPPED = ("__pycache__",)
 
 
 def find_tree(folder: Path) -> Path:
-    """The folder that holds `vllm/`: `folder` itself, or `site` in it, where an unpacked wheel has its packages.
+    """The folder that holds `vllm/`: `folder` itself, or `site` in it, as in an unpacked wheel.
 
     Raises:
         BadInputError: if neither does.
@@ -107,10 +107,10 @@ def copy_patched(tree: Path, changes: Mapping[str, bytes | None], out: Path) -> 
     """Make `out` a writable copy of `tree` with `changes`. It appears whole or not at all.
 
     Raises:
-        FileExistsError: if `out` exists and is not an empty folder.
+        BadInputError: if `out` exists and is not an empty folder.
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise FileExistsError(f"{out} exists and is not an empty folder")
+        raise BadInputError(f"{out} exists and is not an empty folder", "name another folder, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

@@ -266,8 +266,8 @@ def edits(
             moved = _onto(path, start, new, old)
             if moved is None:
                 refused.append(
-                    f"{path}: the series changes this file too, at the place of your edit; edit a copy that has the "
-                    "series applied ('hyperqwen patches apply --tree TREE --out COPY' makes one)"
+                    f"{path}: the series changes this file too, at the place of your edit; edit a copy that "
+                    "has the series applied ('hyperqwen patches apply --tree TREE --out COPY' makes one)"
                 )
             else:
                 changes[path] = (old, moved)
@@ -292,7 +292,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _onto(path: str, start: bytes | None, new: bytes | None, old: bytes | None) -> bytes | None:
-    """The edit from `start` to `new`, made to `old` instead; None where it does not fit in exactly one way."""
+    """The edit from `start` to `new`, made to `old`; None where it does not fit in exactly one way."""
     if start is None or new is None or old is None:
         return None
     moved = reanchor(parse(file_diff(path, start, new), path).files[0], old)

@@ -89,7 +89,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The patches in order. `problems` holds what is wrong with the folder and the headers, not with the diffs."""
+    """The patches in order. `problems` is what is wrong with the folder and the headers, not the diffs."""
 
     folder: Path
     entries: tuple[Entry, ...]

@@ -278,7 +278,7 @@ class _Entry:
         elif isinstance(size, int) and size <= 0:
             self.say(f"'size' is {size}, must be greater than 0: write the file's size in bytes")
         self.groups()
-        extract = self.extract() if raw.get("extract") is not None or "extract" in raw else None
+        extract = self.extract() if "extract" in raw else None
         if "pool" in raw:
             self.text("pool", _POOL, "pool/main/SECTION/SOURCE/FILE.deb, no host")
             pool = raw["pool"]

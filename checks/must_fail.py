@@ -1,0 +1,40 @@
+"""A patch's own test, in an engine that has every patch but this one: the test has to fail there.
+
+spec: root (the repository), patch (file name), variables (environment).
+
+pytest's exit code 1 is "tests failed"; anything else (no test found, a usage error, a broken import at collection) is
+not the failure that is asked for.
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+with open(os.environ["specPath"]) as spec_file:
+    spec = json.load(spec_file)
+sys.path[:0] = [spec["root"] + "/checks", spec["root"] + "/python"]
+
+from pytest_run import run  # noqa: E402
+
+from hyperqwen.patches.series import read_series  # noqa: E402
+
+TESTS_FAILED = 1
+
+
+def main() -> None:
+    series = read_series(Path(spec["root"]) / "patches")
+    (entry,) = [entry for entry in series.entries if entry.name == spec["patch"]]
+    test = str(entry.header.test)
+    result = run(spec["root"], [test], spec["variables"])
+    print(result.stdout)
+    failed = re.search(r"(\d+) failed", result.stdout)
+    if result.returncode != TESTS_FAILED or not failed:
+        sys.exit(f"{test} exits {result.returncode} without {spec['patch']}: it has to fail")
+    with open(os.environ["out"], "w") as file:
+        file.write(result.stdout)
+
+
+main()

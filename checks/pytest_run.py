@@ -1,0 +1,70 @@
+"""Run pytest on a writable copy of the repository, in the environment that this interpreter belongs to.
+
+spec: root (the repository), tests (paths in it), variables (environment).
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+
+def repository(root: str) -> pathlib.Path:
+    """The repository copied below the build folder: tests write caches, and the store is read-only."""
+    copy = pathlib.Path(os.environ["NIX_BUILD_TOP"]) / "repository"
+    shutil.copytree(root, copy, symlinks=True)
+    for path in [copy, *copy.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | 0o200)
+    return copy
+
+
+def environment(variables: dict[str, str], copy: pathlib.Path) -> dict[str, str]:
+    """What a test run sees: a home of its own, our sources first, no network, one thread."""
+    home = copy.parent / "home"
+    home.mkdir(exist_ok=True)
+    return {
+        "PATH": f"{pathlib.Path(sys.executable).parent}",
+        "HOME": str(home),
+        "TMPDIR": str(copy.parent),
+        "LC_ALL": "C.UTF-8",
+        "PYTHONPATH": str(copy / "python"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        **variables,
+    }
+
+
+def run(root: str, tests: list[str], variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """pytest over `tests`; its report is returned, not printed."""
+    copy = repository(root)
+    missing = [test for test in tests if not (copy / test.split("::")[0]).exists()]
+    if missing:
+        sys.exit(f"no such tests: {', '.join(missing)}")
+    command = [sys.executable, "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--strict-markers", "-rfE",
+               "--durations=5", *tests]  # fmt: skip
+    return subprocess.run(
+        command, cwd=copy, env=environment(variables, copy), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def main() -> None:
+    with open(os.environ["specPath"]) as file:
+        spec = json.load(file)
+    result = run(spec["root"], spec["tests"], spec["variables"])
+    print(result.stdout)
+    if result.returncode:
+        sys.exit(result.returncode)
+    with open(os.environ["out"], "w") as file:
+        file.write(result.stdout)
+
+
+if __name__ == "__main__":
+    main()

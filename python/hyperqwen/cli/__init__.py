@@ -1,0 +1,61 @@
+"""The `hyperqwen` command: one module of this package per command, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from hyperqwen import __version__
+from hyperqwen.errors import HyperqwenError
+
+# command name -> module of this package that exports it as `command`
+COMMANDS = {
+    "demo": "demo",
+    "docs": "docs",
+    "fetch": "fetch",
+    "nano": "nano",
+    "patches": "patches",
+    "pins": "pins",
+}
+
+
+class KnownError(click.ClickException):
+    """A `HyperqwenError` as click reports it: one message on stderr and the error's own exit code."""
+
+    def __init__(self, error: HyperqwenError) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"hyperqwen: {self.message}", file=file, err=file is None)
+
+
+class Root(click.Group):
+    """A group whose commands are imported on first use, so that `--help` of one does not load the rest."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HyperqwenError as error:
+            raise KnownError(error) from error
+
+
+@click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="hyperqwen")
+def main() -> None:
+    """Serve Qwen3.8-27B fast and honestly on one GPU: pins, patches, models and profiles.
+
+    Exit codes: 0 ok, 1 failure, 2 bad input, 3 environment unsuitable, 4 not found, 5 verification failed,
+    130 interrupted.
+    """

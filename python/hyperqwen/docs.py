@@ -1,0 +1,256 @@
+"""Write the parts of docs that repeat what the code or the data says.
+
+A generated part stands in a Markdown file between two lines of its own:
+
+    <!-- generated: patch-table -->
+    ...
+    <!-- end generated -->
+
+`GENERATORS` maps each name to a function that takes the checkout's root and returns the lines between.
+`stale` renders every file and gives those that differ, so that a check can refuse drift; `write` brings them
+up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hyperqwen.errors import BadInputError
+from hyperqwen.patches.apply import PatchProblems
+from hyperqwen.patches.files import write_atomic
+from hyperqwen.patches.series import load
+
+WIDTH = 100
+"""Columns of command help in the docs, whatever terminal writes them."""
+
+Generator = Callable[[Path], str]
+
+GENERATORS: dict[str, Generator] = {}
+"""Name in the marker to generator; `generator` adds one."""
+
+_BEGIN = re.compile(r"<!-- generated: (\S+) -->")
+_END = "<!-- end generated -->"
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+
+
+def generator(name: str) -> Callable[[Generator], Generator]:
+    """Register a function as the generator of the parts named `name`."""
+
+    def register(function: Generator) -> Generator:
+        if name in GENERATORS:
+            raise ValueError(f"a second generator named {name!r}")
+        GENERATORS[name] = function
+        return function
+
+    return register
+
+
+def pages(root: Path) -> list[Path]:
+    """The Markdown files that may hold generated parts: the README and everything below docs/."""
+    readme = root / "README.md"
+    return ([readme] if readme.is_file() else []) + sorted((root / "docs").rglob("*.md"))
+
+
+def render(text: str, root: Path, name: str) -> str:
+    """`text` with its generated parts made anew.
+
+    Markers inside a fenced code block are text, so that docs can show them.
+
+    Raises:
+        BadInputError: for markers that do not pair up or name no generator, with every such line of the page.
+    """
+    out: list[str] = []
+    problems: list[str] = []
+    fence: str | None = None
+    begun: tuple[str, int] | None = None
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        begin = _BEGIN.fullmatch(line.strip())
+        if begun is not None:
+            if begin is not None:
+                problems.append(
+                    f"{name}:{number}: '{begin[1]}' begins before '{begun[0]}' of line {begun[1]} ends"
+                )
+            elif line.strip() == _END:
+                out.append(line)
+                begun = None
+            continue
+        mark = _FENCE.match(line)
+        if mark is not None and fence is None:
+            fence = mark[1]
+        elif (
+            mark is not None
+            and fence is not None
+            and mark[1].startswith(fence)
+            and not line.strip().strip(fence[0])
+        ):
+            fence = None
+        out.append(line)
+        if fence is not None:
+            continue
+        if line.strip() == _END:
+            problems.append(f"{name}:{number}: '{_END}' without a beginning")
+        elif begin is not None:
+            begun = (begin[1], number)
+            function = GENERATORS.get(begin[1])
+            if function is None:
+                known = ", ".join(sorted(GENERATORS))
+                problems.append(f"{name}:{number}: no generator named '{begin[1]}'; there are {known}")
+            elif not problems:
+                out += function(root).rstrip("\n").split("\n")
+    if begun is not None:
+        problems.append(f"{name}:{begun[1]}: '{begun[0]}' has no '{_END}' line after it")
+    if problems:
+        raise BadInputError("\n".join(problems), "write each marker on a line of its own, in pairs")
+    return "\n".join(out) + "\n"
+
+
+def stale(root: Path) -> dict[Path, str]:
+    """The pages whose generated parts are out of date, with what they should be.
+
+    Raises:
+        BadInputError: for wrong markers, and for data that a generator refuses.
+    """
+    found: dict[Path, str] = {}
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        fresh = render(text, root, page.relative_to(root).as_posix())
+        if _BEGIN.search(text) and fresh != text:
+            found[page] = fresh
+    return found
+
+
+def diffs(root: Path, found: dict[Path, str]) -> Iterator[str]:
+    """A unified diff per page, from what is committed to what is generated."""
+    for page, fresh in found.items():
+        name = page.relative_to(root).as_posix()
+        old = page.read_text(encoding="utf-8").splitlines(keepends=True)
+        yield "".join(
+            unified_diff(old, fresh.splitlines(keepends=True), f"{name} (committed)", f"{name} (generated)")
+        )
+
+
+def write(root: Path) -> list[Path]:
+    """Bring all pages up to date; returns those that changed. Wrong markers in any page: nothing is written."""
+    found = stale(root)
+    for page, fresh in found.items():
+        write_atomic(page, fresh.encode())
+    return list(found)
+
+
+def table(head: list[str], rows: list[list[str]], right: tuple[int, ...] = ()) -> str:
+    """A Markdown table; the columns in `right` are aligned to the right."""
+    rule = ["--:" if column in right else "---" for column in range(len(head))]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *cells])
+
+
+@generator("patch-table")
+def patch_table(root: Path) -> str:
+    """One row a patch, from the headers."""
+    try:
+        entries = load(root / "patches")
+    except PatchProblems as error:
+        raise BadInputError(
+            f"the patch table needs a sound series:\n{error}", "run 'hyperqwen patches list'"
+        ) from None
+    rows = []
+    for entry in entries:
+        if entry.header is None:
+            raise ValueError(f"{entry.name} has no header, and yet no problem")
+        header = entry.header
+        rows.append(
+            [
+                f"[{entry.name[:4]}](../patches/{entry.name})",
+                header.kind,
+                f"{header.subject}. {_sentence(header.reason)}",
+                "<br>".join(f"`{file.path}`" for file in entry.patch.files),
+                "<br>".join(f"`{seam}`" for seam in header.seams) or "none",
+                header.upstream,
+                header.retires,
+                "<br>".join(f"`{test}`" for test in header.tests),
+            ]
+        )
+    if not rows:
+        return "The series is empty."
+    return table(
+        ["Patch", "Kind", "What and why", "Touches", "Hands over to", "Upstream", "Retires when", "Test"],
+        rows,
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+@generator("cli-help")
+def cli_help(root: Path) -> str:
+    """The full help of every command, depth first, as a terminal of `WIDTH` columns shows it."""
+    from hyperqwen.cli import main
+
+    return "\n".join(_help(main, "hyperqwen", None)).rstrip("\n")
+
+
+def _help(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
+    settings = {
+        **command.context_settings,
+        "terminal_width": WIDTH,
+        "max_content_width": WIDTH,
+        "color": False,
+    }
+    context = click.Context(command, info_name=name, parent=parent, **settings)
+    path = context.command_path
+    text = click.unstyle(command.get_help(context)).rstrip()
+    yield f"{'#' * min(6, 1 + len(path.split()))} `{path}`\n\n```text\n{text}\n```\n"
+    if isinstance(command, click.Group):
+        for child in command.list_commands(context):
+            found = command.get_command(context, child)
+            if found is None:
+                raise BadInputError(f"the command {path} lists {child!r}, but does not have it")
+            if not found.hidden:
+                yield from _help(found, child, context)
+
+
+@generator("pin-table")
+def pin_table(root: Path) -> str:
+    """Files and bytes of each pin group; a pin in two groups counts in both, but once in the total."""
+    folder = root / "nix" / "pins"
+    kinds = ("wheels", "debs")
+    count: Counter[tuple[str, str]] = Counter()
+    size: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for kind in kinds:
+        for pin in _pins(folder / f"{kind}.json", kind):
+            total[kind] += 1
+            total["bytes"] += pin["size"]
+            for group in pin["groups"]:
+                count[group, kind] += 1
+                size[group] += pin["size"]
+    rows = [
+        [group, *(str(count[group, kind]) for kind in kinds), str(size[group]), f"{size[group] / 2**20:.1f}"]
+        for group in sorted(size)
+    ]
+    rows.append(
+        ["all", *(str(total[kind]) for kind in kinds), str(total["bytes"]), f"{total['bytes'] / 2**20:.1f}"]
+    )
+    return table(["Group", "Wheels", ".debs", "Bytes", "MiB"], rows, right=(1, 2, 3, 4))
+
+
+def _pins(path: Path, key: str) -> list[dict[str, Any]]:
+    try:
+        pins: list[dict[str, Any]] = json.loads(path.read_bytes())[key]
+        for pin in pins:
+            if not (isinstance(pin["size"], int) and isinstance(pin["groups"], list)):
+                raise TypeError(f"size or groups of {pin['name']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(
+            f"{path}: cannot read the pins: {error!r}", "run 'hyperqwen pins check'"
+        ) from error
+    return pins
