@@ -1,6 +1,6 @@
 """Import every module that the environment's distributions declare at top level.
 
-spec: allowed ({module: part of the error it must give here}).
+spec: allowed ({module: part of the error it must give here}), extra (submodules to import as well).
 
 What a distribution declares is read from its RECORD. A module that cannot be imported without a GPU's driver is listed in
 `allowed` with the error it gives; one that is listed and imports is an error too, so that the list stays true.
@@ -12,7 +12,13 @@ import os
 import subprocess
 import sys
 
-PROBE = "import importlib, sys; importlib.import_module(sys.argv[1])"
+# torch first where it is: the extensions of other wheels link against what it has loaded.
+PROBE = """
+import importlib, importlib.util, sys
+if importlib.util.find_spec("torch"):
+    import torch
+importlib.import_module(sys.argv[1])
+"""
 
 
 def declared() -> dict[str, str]:
@@ -32,9 +38,11 @@ def declared() -> dict[str, str]:
 
 def main() -> None:
     with open(os.environ["specPath"]) as file:
-        allowed: dict[str, str] = json.load(file)["allowed"]
+        spec = json.load(file)
+    allowed: dict[str, str] = spec["allowed"]
     home = os.environ["NIX_BUILD_TOP"]
     modules = {name: owner for name, owner in declared().items() if not name.startswith("__editable__")}
+    modules.update({name: "extra" for name in spec["extra"]})
     if len(modules) < 20:
         sys.exit(f"only {len(modules)} modules are declared: the environment is not what it should be")
     problems = [f"{name}: listed as failing, but no distribution declares it" for name in sorted(allowed.keys() - modules)]

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -275,12 +276,13 @@ async def walk(surface: str, app: Any, root_path: str = "") -> Report:
 
 @dataclass(frozen=True)
 class Surface:
-    """A way to start the server: its tasks and flags."""
+    """A way to start the server: its tasks and flags, and whether the environment adds routes."""
 
     name: str
     tasks: tuple[str, ...]
     flags: tuple[str, ...] = ()
     root_path: str = ""
+    development: bool = False
 
 
 def surfaces() -> tuple[Surface, ...]:
@@ -289,16 +291,18 @@ def surfaces() -> tuple[Surface, ...]:
     from vllm.tasks import SupportedTask
 
     every = tuple(dict.fromkeys(_flat(get_args(SupportedTask))))
+    # vLLM keeps its routers, so that what one application adds to them is also in the next: the widest comes last.
     return (
         Surface("as the profiles serve it", ("generate",)),
+        Surface("behind a root path", ("generate",), ("--root-path", ROOT_PATH), ROOT_PATH),
+        Surface("render only", ("render",)),
         Surface(
             "everything turned on",
             every,
             ("--enable-offline-docs", "--enable-tokenizer-info-endpoint", "--enable-scale-out", "--tokens-only")
             + ("--enable-fault-tolerance", "--enable-request-id-headers", "--profiler-config", '{"profiler": "cuda"}'),
+            development=True,
         ),
-        Surface("behind a root path", ("generate",), ("--root-path", ROOT_PATH), ROOT_PATH),
-        Surface("render only", ("render",)),
     )
 
 
@@ -317,7 +321,8 @@ def build(surface: Surface, keys: Sequence[str] = KEYS) -> Any:
 
     Sets the environment variables that add routes; they are read while the application is built.
     """
-    os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_ENABLE_COHERE_API="1")
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API"):
+        os.environ[name] = "1" if surface.development else "0"
     from vllm.entrypoints.launchers.app import build_app
 
     args = arguments([*surface.flags, *(("--api-key", *keys) if keys else ())])
@@ -404,7 +409,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.url and (urlsplit(options.url).scheme not in ("http", "https") or not urlsplit(options.url).netloc):
         parser.error(f"--url {options.url}: expected http://HOST:PORT")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Handlers without an engine fail by the hundred, which is expected, and each failure would be logged.
+    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+    warnings.simplefilter("ignore")
     try:
         known = surfaces()
     except ImportError as error:

@@ -23,13 +23,17 @@ PYTHON = f"{OUT}/bin/python3"
 problems: list[str] = []
 
 
-def merge(sources: list[str], target: str, real: bool) -> None:
-    """Link what the directories `sources` hold into `target`, recursing where more than one has a name."""
+def merge(sources: list[str], target: str, real: bool, skipped: tuple[str, ...] = ()) -> None:
+    """Link what the directories `sources` hold into `target`, recursing where more than one has a name.
+
+    Names that start with one of `skipped` are left out of `target` itself.
+    """
     os.makedirs(target, exist_ok=True)
     owners: dict[str, list[str]] = {}
     for source in sources:
         for name in os.listdir(source):
-            owners.setdefault(name, []).append(f"{source}/{name}")
+            if not name.startswith(skipped):
+                owners.setdefault(name, []).append(f"{source}/{name}")
     for name, paths in sorted(owners.items()):
         directories = [path for path in paths if os.path.isdir(path)]
         destination = f"{target}/{name}"
@@ -57,10 +61,10 @@ def merge_site(sources: list[str]) -> None:
                 owners.setdefault(name, []).append(f"{source}/site/{name}")
     for name, paths in sorted(owners.items()):
         destination = f"{SITE}/{name}"
-        if all(os.path.isdir(path) for path in paths) and (len(paths) > 1 or name in spec["real"]):
+        if name == "__pycache__":
+            merge(paths, destination, False, tuple(ignored.removesuffix("py") for ignored in spec["ignored"]))
+        elif all(os.path.isdir(path) for path in paths) and (len(paths) > 1 or name in spec["real"]):
             merge(paths, destination, name in spec["real"])
-        elif name == "__pycache__":
-            merge(paths, destination, False)
         elif len(paths) == 1:
             os.symlink(paths[0], destination)
         else:

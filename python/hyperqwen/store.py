@@ -65,20 +65,45 @@ def _nar_string(data: bytes) -> bytes:
 
 
 def nar_sha256(path: str | os.PathLike[str]) -> str:
-    """The sha256 (hex) of the NAR of one regular file; its owner's x bit is part of the NAR."""
+    """The sha256 (hex) of the NAR of a file, symlink or directory tree, as `nix-hash --type sha256` prints it.
+
+    Of the modes only a file's owner x bit is part of a NAR. Raises ValueError for a socket, pipe or device.
+    """
     digest = hashlib.sha256()
-    for word in (b"nix-archive-1", b"(", b"type", b"regular"):
-        digest.update(_nar_string(word))
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_mode & stat.S_IXUSR:
-            digest.update(_nar_string(b"executable") + _nar_string(b""))
-        digest.update(_nar_string(b"contents") + status.st_size.to_bytes(8, "little"))
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-        digest.update(b"\0" * (-status.st_size % 8))
-    digest.update(_nar_string(b")"))
+    _hash_strings(digest, b"nix-archive-1")
+    _hash_node(digest, Path(path))
     return digest.hexdigest()
+
+
+def _hash_strings(digest: hashlib._Hash, *words: bytes) -> None:
+    for word in words:
+        digest.update(_nar_string(word))
+
+
+def _hash_node(digest: hashlib._Hash, path: Path) -> None:
+    status = path.lstat()
+    _hash_strings(digest, b"(", b"type")
+    if stat.S_ISLNK(status.st_mode):
+        _hash_strings(digest, b"symlink", b"target", os.fsencode(os.readlink(path)))
+    elif stat.S_ISDIR(status.st_mode):
+        _hash_strings(digest, b"directory")
+        for name in sorted(os.fsencode(name) for name in os.listdir(path)):
+            _hash_strings(digest, b"entry", b"(", b"name", name, b"node")
+            _hash_node(digest, path / os.fsdecode(name))
+            _hash_strings(digest, b")")
+    elif stat.S_ISREG(status.st_mode):
+        _hash_strings(digest, b"regular")
+        if status.st_mode & stat.S_IXUSR:
+            _hash_strings(digest, b"executable", b"")
+        _hash_strings(digest, b"contents")
+        digest.update(status.st_size.to_bytes(8, "little"))
+        with open(path, "rb") as file:
+            for block in iter(lambda: file.read(1 << 20), b""):
+                digest.update(block)
+        digest.update(b"\0" * (-status.st_size % 8))
+    else:
+        raise ValueError(f"{path} is neither a file, a symlink nor a directory")
+    _hash_strings(digest, b")")
 
 
 class Store(Protocol):

@@ -36,8 +36,11 @@ def write_sys(
     offline: Iterable[int] = (),
     siblings_file: str = "core_cpus_list",
 ) -> None:
-    """Write /sys for processors at (node, socket, core within the socket). An offline one keeps a bare folder, as in
-    the kernel: no topology, and no entry in `online` or in its node's list."""
+    """Write /sys for processors at (node, socket, core within the socket).
+
+    An offline one keeps a bare folder, as in the kernel: no topology, no entry in `online` or in its node's
+    list.
+    """
     system = root / "sys/devices/system"
     online = set(place) - set(offline)
     put(system / "cpu/online", id_list(online))
@@ -56,7 +59,7 @@ def write_sys(
     put(system / "node/power/control", "auto\n")
 
 
-# Two sockets of two cores with two threads; the second threads are numbered after all first ones, as x86 firmware does.
+# Two sockets of two cores with two threads; x86 firmware numbers the second threads after all first ones.
 TWO_SOCKETS = {cpu: (cpu // 2 % 2, cpu // 2 % 2, cpu % 2) for cpu in range(8)}
 
 
@@ -106,7 +109,7 @@ def test_affinity_narrows_nothing_that_sys_knows(tmp_path: Path) -> None:
 
 
 def test_a_processor_that_sys_hides_is_still_listed(tmp_path: Path) -> None:
-    """A container's /sys says two processors while the process is bound to the machine's sixth and seventh."""
+    """A container's /sys says two processors, but the process is bound to the machine's sixth and seventh."""
     write_sys(tmp_path, {0: (0, 0, 0), 1: (0, 0, 1)})
 
     cpus = logical_cpus(tmp_path, affinity={5, 6})
@@ -132,8 +135,10 @@ def test_missing_sys_falls_back_to_affinity(tmp_path: Path) -> None:
 
 
 def test_missing_sys_uses_cpuinfo_and_the_allowed_node(tmp_path: Path) -> None:
-    """As in a Nix sandbox, which mounts /proc alone. vLLM binds threads to processors of an allowed node, so with only
-    node 1 allowed a default of node 0 would leave it none."""
+    """As in a Nix sandbox, which mounts /proc alone.
+
+    vLLM binds threads to processors of an allowed node, so a default of node 0 would leave it none here.
+    """
     put(
         tmp_path / "proc/cpuinfo",
         "".join(
@@ -185,7 +190,7 @@ def test_a_malformed_file_is_named(tmp_path: Path, file: str, text: str, expecte
 
 @st.composite
 def machines(draw: st.DrawFn) -> tuple[dict[int, tuple[int, int, int]], set[int]]:
-    """A machine of up to 3 sockets x 4 cores x 4 threads with shuffled numbers, and some processors offline."""
+    """A machine of up to 3 sockets x 4 cores x 4 threads with shuffled numbers, some processors offline."""
     threads = draw(st.integers(1, 4))
     cores = [
         (draw(st.integers(0, 3)), socket, core)

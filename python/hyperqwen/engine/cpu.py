@@ -1,10 +1,11 @@
 """The processors of this machine, as the kernel describes them.
 
-vLLM's CPU worker asks `lscpu` through a shell. A Nix sandbox and a minimal image have neither, and the worker dies at
-start. The kernel's own files say the same, so they are read here: `/sys/devices/system/{cpu,node}` and, where a sandbox
-does not mount `/sys`, `/proc/cpuinfo` and `/proc/self/status`.
+vLLM's CPU worker asks `lscpu` through a shell. A Nix sandbox and a minimal image have neither, and the worker
+dies at start. The kernel's own files say the same, so they are read here: `/sys/devices/system/{cpu,node}`
+and, where a sandbox does not mount `/sys`, `/proc/cpuinfo` and `/proc/self/status`.
 
-Patch 0001 calls `logical_cpus`; vLLM then keeps the ones in the process's affinity mask and binds a thread to a core.
+Patch 0001 calls `logical_cpus`; vLLM then keeps the ones in the process's affinity mask and binds a thread to
+a core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Cpu(NamedTuple):
     """One logical processor.
 
     id: the kernel's number of it.
-    core: physical core, numbered from 0 over the whole machine (the kernel's `core_id` repeats in each socket).
+    core: physical core, numbered from 0 over the whole machine (`core_id` repeats in each socket).
     node: NUMA node whose memory is near.
     socket: physical package.
     """
@@ -37,9 +38,10 @@ class Cpu(NamedTuple):
 def logical_cpus(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> list[Cpu]:
     """List the processors that are online, by id.
 
-    A processor in `affinity` is listed even where `/sys` does not name it: the kernel lets the process run there, while
-    a container's `/sys` may be a summary. What the kernel does not tell is taken as the plainest machine: a core for
-    each processor, socket 0, and one NUMA node, the first whose memory the process may use.
+    A processor in `affinity` is listed even where `/sys` does not name it: the kernel lets the process run
+    there, while a container's `/sys` may be a summary. What the kernel does not tell is taken as the plainest
+    machine: a core for each processor, socket 0, and one NUMA node, the first whose memory the process may
+    use.
 
     Args:
         root: folder that holds `sys` and `proc`.

@@ -1,12 +1,13 @@
 """Quantized token embedding of the qwen3_5 models: is there one, and is it one that we can serve?
 
-vLLM builds the embedding of qwen3_5 and of its MTP module without a quantization method, so a checkpoint whose embedding
-is packed does not load. Patch 0005 asks `token_embedding_method` and `shared_token_embedding_method` for one.
+vLLM builds the embedding of qwen3_5 and of its MTP module without a quantization method, so a checkpoint
+whose embedding is packed does not load. Patch 0005 asks `token_embedding_method` and
+`shared_token_embedding_method` for one.
 
-Served form: compressed-tensors "pack-quantized", weight-only, symmetric, 4 or 8 bits, groups along the hidden size H, for
-V tokens:
+Served form: compressed-tensors "pack-quantized", weight-only, symmetric, 4 or 8 bits, groups along the hidden
+size H, for V tokens:
 
-    weight_packed  int32 [V, H * bits / 32]   32 / bits codes a word, first code lowest, stored as code + 2**(bits - 1)
+    weight_packed  int32 [V, H * bits / 32]   32 / bits codes a word, first lowest, as code + 2**(bits - 1)
     weight_scale   bf16  [V, H / group_size]
     weight_shape   int64 [2]                  (V, H)
 
@@ -26,8 +27,8 @@ BITS = (4, 8)
 WORD_BITS = 32
 
 _MODULE = "model.embed_tokens"
-# The one embedding has another name in vLLM (text-only, multimodal) and in a checkpoint, and a target or an ignore entry
-# may use any of them.
+# The one embedding has another name in vLLM (text-only, multimodal) and in a checkpoint, and a target or an
+# ignore entry may use any of them.
 _SPELLINGS = (_MODULE, "language_model.model.embed_tokens", "model.language_model.embed_tokens")
 
 
@@ -52,7 +53,8 @@ def parse_scheme(name: str, scheme: Mapping[str, Any], hidden: int) -> Embedding
 
     Args:
         name: the embedding's module name, for the message.
-        scheme: "weights" (compressed-tensors' QuantizationArgs), "input_activations", "output_activations", "format".
+        scheme: "weights" (compressed-tensors' QuantizationArgs), "input_activations", "output_activations",
+            "format".
         hidden: columns of the embedding.
 
     Raises:
@@ -82,8 +84,8 @@ def parse_scheme(name: str, scheme: Mapping[str, Any], hidden: int) -> Embedding
 
     if wrong:
         raise ValueError(
-            f"{name}: cannot serve this quantized token embedding: {'; '.join(wrong)}. Quantize it with num_bits 8, "
-            "symmetric, strategy 'group', group_size 128, or leave it out of quantization_config"
+            f"{name}: cannot serve this quantized token embedding: {'; '.join(wrong)}. Quantize it with "
+            "num_bits 8, symmetric, strategy 'group', group_size 128, or leave it out of quantization_config"
         )
     return EmbeddingScheme(bits, group_size)
 
@@ -105,8 +107,8 @@ def token_embedding_method(vllm_config: Any, name: str) -> QuantizedTokenEmbeddi
     parsed = parse_scheme(name, scheme, config.hidden_size)
     if getattr(config, "tie_word_embeddings", False):
         raise ValueError(
-            f"{name}: tie_word_embeddings is true, but a packed embedding cannot be multiplied as lm_head. Store "
-            "lm_head.weight in the checkpoint and set tie_word_embeddings to false"
+            f"{name}: tie_word_embeddings is true, but a packed embedding cannot be multiplied as lm_head. "
+            "Store lm_head.weight in the checkpoint and set tie_word_embeddings to false"
         )
 
     from hyperqwen.engine.embedding_method import QuantizedTokenEmbedding
@@ -117,20 +119,20 @@ def token_embedding_method(vllm_config: Any, name: str) -> QuantizedTokenEmbeddi
 def shared_token_embedding_method(vllm_config: Any) -> QuantizedTokenEmbedding | None:
     """The method for the MTP module's copy of the target's token embedding, or None as above.
 
-    vLLM builds an embedding for the draft, loads the target's tensors into it, and then puts the target's in its place
-    (with pipeline parallelism the copy stays). So the target's name decides, not "mtp.embed_tokens", which a group for
-    the MTP layers would match.
+    vLLM builds an embedding for the draft, loads the target's tensors into it, and then puts the target's in
+    its place (with pipeline parallelism the copy stays). So the target's name decides, not
+    "mtp.embed_tokens", which a group for the MTP layers would match.
 
     Raises:
-        ValueError: as `token_embedding_method`; or the checkpoint has an embedding of MTP's own, which vLLM would load
-            over the shared one.
+        ValueError: as `token_embedding_method`; or the checkpoint has an embedding of MTP's own, which vLLM
+            would load over the shared one.
     """
     method = token_embedding_method(vllm_config, _MODULE)
     config = vllm_config.model_config.hf_text_config
     if method is not None and getattr(config, "mtp_use_dedicated_embeddings", False):
         raise ValueError(
-            "mtp_use_dedicated_embeddings is true: MTP with an embedding of its own cannot be served beside a quantized "
-            "token embedding. Serve without MTP, or store the embedding unquantized"
+            "mtp_use_dedicated_embeddings is true: MTP with an embedding of its own cannot be served beside "
+            "a quantized token embedding. Serve without MTP, or store the embedding unquantized"
         )
     return method
 

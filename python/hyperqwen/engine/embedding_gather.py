@@ -18,9 +18,10 @@ def gather_dequantize(
 ) -> torch.Tensor:
     """Rows `ids` of the embedding, in `dtype`.
 
-    The reference that a kernel must match bit for bit: a code has at most 8 significant bits and a bf16 scale 8, so the
-    fp32 product is exact and only the final cast rounds. There is no data-dependent shape and no copy to the host, so a
-    CUDA graph can capture it; offsets are torch's own, 64 bits wide where the tensor needs it.
+    The reference that a kernel must match bit for bit: a code has at most 8 significant bits and a bf16 scale
+    8, so the fp32 product is exact and only the final cast rounds. There is no data-dependent shape and no
+    copy to the host, so a CUDA graph can capture it; offsets are torch's own, 64 bits wide where the tensor
+    needs it.
 
     Args:
         ids: any shape, int64, each in [0, V).

@@ -12,8 +12,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from hyperqwen.engine.embedding import EmbeddingScheme
 from hyperqwen.engine.embedding_gather import gather_dequantize
 
-# What a tensor holds until it is loaded. vLLM does not track missing tensors of a quantized model, and memory that
-# nobody wrote would be served as an embedding. The packed value is a row of codes 127, 127, 127, -1 or their 4-bit kin.
+# What a tensor holds until it is loaded, beside NaN for the scales. vLLM does not look for missing tensors in
+# a quantized model, and memory that nobody wrote would be served as an embedding. No real row is codes 127,
+# 127, 127, -1 (4 bits: seven times 7, then -1) from end to end.
 _UNLOADED_WORDS = 0x7FFFFFFF
 _UNLOADED_SHAPE = -1
 
@@ -23,21 +24,26 @@ Gather = Callable[..., torch.Tensor]
 class QuantizedTokenEmbedding(QuantizeMethodBase):  # type: ignore[misc]
     """Keep the packed tensors and dequantize the rows that are looked up.
 
-    With tensor parallelism each rank holds its rows of the packed tensor and of the scales; VocabParallelEmbedding pads
-    them with zero rows, masks foreign tokens and sums over the ranks.
+    With tensor parallelism each rank holds its rows of the packed tensor and of the scales;
+    VocabParallelEmbedding pads them with zero rows, masks foreign tokens and sums over the ranks.
 
     Args:
         scheme: how the rows are stored.
         name: the embedding's name, for messages.
         loads_bytes: False where the weights are made up ("dummy" load format), and so not checked.
-        gather: looks up and dequantizes; another implementation has the signature and the result of `gather_dequantize`.
+        gather: looks up and dequantizes; any other has the signature and the result of `gather_dequantize`.
     """
 
     supports_pre_processed_weights = True
     requires_device_loading = False
 
     def __init__(
-        self, scheme: EmbeddingScheme, name: str, *, loads_bytes: bool = True, gather: Gather = gather_dequantize
+        self,
+        scheme: EmbeddingScheme,
+        name: str,
+        *,
+        loads_bytes: bool = True,
+        gather: Gather = gather_dequantize,
     ) -> None:
         self.scheme = scheme
         self.name = name
@@ -62,13 +68,13 @@ class QuantizedTokenEmbedding(QuantizeMethodBase):  # type: ignore[misc]
         self.dtype = params_dtype
         load = extra_weight_attrs["weight_loader"]
 
-        def add(suffix: str, data: torch.Tensor, stored_shape: tuple[int, ...], attributes: dict[str, Any]) -> None:
-            name = f"{self.name}.{suffix}"
+        def add(suffix: str, data: torch.Tensor, stored: tuple[int, ...], attributes: dict[str, Any]) -> None:
+            name, dtype = f"{self.name}.{suffix}", data.dtype
 
             def load_checked(parameter: torch.nn.Parameter, loaded: torch.Tensor) -> None:
-                if loaded.shape != stored_shape or loaded.dtype != data.dtype:
+                if loaded.shape != stored or loaded.dtype != dtype:
                     self._refuse(
-                        f"{name} is {loaded.dtype} {list(loaded.shape)}, not {data.dtype} {list(stored_shape)}"
+                        f"{name} is {loaded.dtype} {list(loaded.shape)}, not {dtype} {list(stored)}"
                         f" (vocabulary {vocab}, hidden size {hidden}, {self.scheme.bits} bits, groups of"
                         f" {self.scheme.group_size})"
                     )
@@ -83,11 +89,13 @@ class QuantizedTokenEmbedding(QuantizeMethodBase):  # type: ignore[misc]
         by_row = {"output_dim": 0, "input_dim": 1}
         # A dummy load fills the floating-point tensors and leaves the others as they are made here.
         fill, shape = (_UNLOADED_WORDS, [_UNLOADED_SHAPE] * 2) if self.loads_bytes else (0, [vocab, hidden])
-        add("weight_packed", torch.full((rows, words), fill, dtype=torch.int32), (vocab, words), by_row)
-        add("weight_scale", torch.full((rows, groups), torch.nan, dtype=torch.bfloat16), (vocab, groups), by_row)
+        packed = torch.full((rows, words), fill, dtype=torch.int32)
+        scale = torch.full((rows, groups), torch.nan, dtype=torch.bfloat16)
+        add("weight_packed", packed, (vocab, words), by_row)
+        add("weight_scale", scale, (vocab, groups), by_row)
         add("weight_shape", torch.tensor(shape, dtype=torch.int64), (2,), {})
-        # vLLM asks drafts and targets whether `weight` is a tensor before it compares them; without the attribute the
-        # question itself raises.
+        # vLLM asks whether `weight` of a target and of its draft is a tensor before it compares the two;
+        # without the attribute the question itself raises.
         layer.register_parameter("weight", None)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -120,7 +128,7 @@ class QuantizedTokenEmbedding(QuantizeMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
         """vLLM's base class demands it, for use as an output head; a head has its own tensors and method."""
-        raise RuntimeError(f"{self.name}: a quantized token embedding is looked up, not multiplied as lm_head")
+        raise RuntimeError(f"{self.name}: a quantized token embedding is for lookup, not for use as lm_head")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(f"quantized token embedding: {what}. Prepare the checkpoint again")

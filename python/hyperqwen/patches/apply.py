@@ -31,6 +31,7 @@ Reader = Callable[[str], bytes | None]
 _HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: .*)?")
 _GIT_LINE = re.compile(rb"diff --git a/(\S+) b/(\S+)")
 _INDEX_LINE = re.compile(rb"index [0-9a-f]{4,64}\.\.[0-9a-f]{4,64}(?: 100644)?")
+_VERSION = re.compile(rb"\d+(?:\.\w+)+.*")
 _COMPONENT = re.compile(r"[A-Za-z0-9_.+-]+")
 _UNSUPPORTED: tuple[tuple[bytes, str], ...] = (
     (b"rename ", "renames a file; remove the old one and add the new one"),
@@ -256,6 +257,13 @@ class _Parser:
                 "a NUL byte: this is not a text patch", line=data[: data.index(b"\0")].count(b"\n") + 1
             )
             self.lines = []
+        if not self.line(len(self.lines) - 1) and self.signed(len(self.lines) - 3):
+            self.lines.pop()
+        if self.signed(len(self.lines) - 2):
+            self.problem(
+                "the signature of git format-patch is no part of a patch: remove it", line=len(self.lines) - 1
+            )
+            del self.lines[-2:]
         returns = [number for number, line in enumerate(self.lines, 1) if line.endswith(b"\r")]
         if returns:
             self.problem(
@@ -290,6 +298,10 @@ class _Parser:
 
     def line(self, index: int) -> bytes:
         return self.lines[index] if index < len(self.lines) else b""
+
+    def signed(self, index: int) -> bool:
+        """Whether git's "-- " and its version stand at the index."""
+        return index >= 0 and self.lines[index] == b"-- " and bool(_VERSION.fullmatch(self.line(index + 1)))
 
     def starts_file(self, index: int) -> bool:
         here = self.line(index)
@@ -541,7 +553,6 @@ class _Parser:
         hunk = Hunk(header_at + 1, old_start, old_count, new_start, new_count, lines)
         found = (len(hunk.old), len(hunk.new))
         if found != (old_count, new_count):
-            signature = any(line.tag == "-" and line.data == b"- \n" for line in lines)
             self.problem(
                 "the header's counts are not those of the lines below it",
                 line=header_at + 1,
@@ -549,7 +560,6 @@ class _Parser:
                 hunk=number,
                 expected=f"{old_count} old and {new_count} new lines",
                 found=f"{found[0]} old and {found[1]} new",
-                hint="a '-- ' signature of git format-patch? remove it" if signature else None,
             )
         elif (old_count and not old_start) or (new_count and not new_start):
             self.problem("a hunk with lines begins at line 0", line=header_at + 1, file=path, hunk=number)

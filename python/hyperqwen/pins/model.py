@@ -37,14 +37,16 @@ GROUPS = {**WHEEL_GROUPS, **DEB_GROUPS}
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9+.-]*[a-z0-9+])?\Z")
 _POOL = re.compile(r"pool/main/[a-z0-9]+/[a-z0-9+.-]+/[A-Za-z0-9+.~_%-]+\.deb\Z")
+_PATH = re.compile(r"[A-Za-z0-9+._-]+(?:/[A-Za-z0-9+._-]+)*\Z")
 _MEMBER = re.compile(r"\./[A-Za-z0-9+._-]+(?:/[A-Za-z0-9+._-]+)*\Z")
 
 
 @dataclass(frozen=True)
 class Extract:
-    """The one file of a .deb that enters the store in the .deb's place, executable, under `store_name`."""
+    """The one file of a .deb that enters the store in the .deb's place: as the executable `path` of a directory `store_name`."""
 
     member: str
+    path: str
     store_name: str
     nar_sha256: str
 
@@ -83,6 +85,7 @@ class Pin:
         if self.extract:
             entry["extract"] = {
                 "member": self.extract.member,
+                "path": self.extract.path,
                 "store_name": self.extract.store_name,
                 "nar_sha256": self.extract.nar_sha256,
             }
@@ -358,18 +361,20 @@ class _Entry:
     def extract(self) -> Extract | None:
         raw = self.raw["extract"]
         if not isinstance(raw, dict):
-            self.say(f"'extract' is {_type(raw)}, must be an object with member, store_name and nar_sha256")
+            self.say(f"'extract' is {_type(raw)}, must be an object with member, path, store_name and nar_sha256")
             return None
-        self.shape(raw, {"member", "store_name", "nar_sha256"}, set(), "extract.")
+        self.shape(raw, {"member", "path", "store_name", "nar_sha256"}, set(), "extract.")
         self.text("member", _MEMBER, "a path inside the .deb such as './bin/busybox'", raw, "extract.")
+        self.text("path", _PATH, "a relative path such as 'bin/busybox'", raw, "extract.")
         self.text("store_name", re.compile(r"(?!\.)[A-Za-z0-9+._?=-]+\Z"), "a store name", raw, "extract.")
         self.text("nar_sha256", _SHA256, "64 lower-case hex digits", raw, "extract.")
-        member = raw.get("member")
-        if isinstance(member, str) and ".." in member.split("/"):
-            self.say(f"'extract.member' is {member!r}, must not climb")
+        for field in ("member", "path"):
+            value = raw.get(field)
+            if isinstance(value, str) and ".." in value.split("/"):
+                self.say(f"'extract.{field}' is {value!r}, must not climb")
         if not self.sound:
             return None
-        return Extract(raw["member"], raw["store_name"], raw["nar_sha256"])
+        return Extract(raw["member"], raw["path"], raw["store_name"], raw["nar_sha256"])
 
 
 def _check_unique(path: Path, entries: list[Any], list_field: str, problems: list[str]) -> None:

@@ -60,13 +60,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One place to take a pin from: a URL, or a local path that is used where it lies."""
+    """One place to take a pin from: a local path, used where it lies, or else a URL."""
 
-    url: str | None = None
+    url: str = ""
     path: Path | None = None
-
-    def __str__(self) -> str:
-        return str(self.path) if self.path else split_login(self.url or "")[0]
 
 
 @dataclass
@@ -128,7 +125,7 @@ def pip_settings(index: str | None = None, *, python: str = sys.executable, envi
         settings.indexes, settings.find_links = [index], []
     elif not no_index:
         settings.indexes = [*words("index-url"), *words("extra-index-url")]
-    ask_index = not settings.indexes and not no_index or (index is None and not no_index and "index-url" not in values)
+    ask_index = index is None and not no_index and "index-url" not in values
     if ask_index or not (settings.cert or _has_system_certificates()):
         default, bundle = _pip_defaults(python, needed=ask_index)
         if ask_index:
