@@ -23,7 +23,6 @@ import os
 import re
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
@@ -159,7 +158,14 @@ def probes_without_key(routes: Sequence[Route], root_path: str = "") -> Iterator
         for path in (root_path, root_path + "health", root_path + root_path + "/health", root_path.upper() + "/health"):
             yield Probe("http", "GET", path, "looks like the root path", True)
     for path in (route.path for route in routes if route.path not in OPEN):
-        wrong = ("Bearer " + KEYS[0][:-1], "Bearer " + KEYS[0] + "x", KEYS[0], "Basic " + KEYS[0], "Bearer", "Bearer \xff")
+        wrong = (
+            "Bearer " + KEYS[0][:-1],
+            "Bearer " + KEYS[0] + "x",
+            KEYS[0],
+            "Basic " + KEYS[0],
+            "Bearer",
+            "Bearer \xff",
+        )
         for value in wrong:
             yield Probe("http", "GET", path, "wrong key", True, (("Authorization", value),))
         twice = (("Authorization", "Bearer " + KEYS[0]), ("Authorization", "Bearer nonsense"))
@@ -223,12 +229,13 @@ async def ask(app: Any, probe: Probe, denial_response: bool = False) -> Answer:
         "server": ("walk.example", 80),
         "extensions": {"websocket.http.response": {}} if denial_response else {},
     }
+    incoming: list[dict[str, Any]] = []
     if probe.kind == "http":
         scope["method"] = probe.method
-        incoming = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+        incoming += [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
     else:
         scope["subprotocols"] = []
-        incoming = [{"type": "websocket.connect"}, {"type": "websocket.disconnect", "code": 1000}]
+        incoming += [{"type": "websocket.connect"}, {"type": "websocket.disconnect", "code": 1000}]
     outgoing: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -299,8 +306,11 @@ def surfaces() -> tuple[Surface, ...]:
         Surface(
             "everything turned on",
             every,
-            ("--enable-offline-docs", "--enable-tokenizer-info-endpoint", "--enable-scale-out", "--tokens-only")
-            + ("--enable-fault-tolerance", "--enable-request-id-headers", "--profiler-config", '{"profiler": "cuda"}'),
+            (
+                *("--enable-offline-docs", "--enable-tokenizer-info-endpoint", "--enable-scale-out", "--tokens-only"),
+                *("--enable-fault-tolerance", "--enable-request-id-headers"),
+                *("--profiler-config", '{"profiler": "cuda"}'),
+            ),
             development=True,
         ),
     )
@@ -319,20 +329,28 @@ def _flat(values: Iterable[Any]) -> Iterator[str]:
 def build(surface: Surface, keys: Sequence[str] = KEYS) -> Any:
     """vLLM's own application, its real routes and middleware, without an engine behind it.
 
-    Sets the environment variables that add routes; they are read while the application is built.
+    The environment variables that add routes hold while the application is built, which is when vLLM reads them.
     """
-    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API"):
-        os.environ[name] = "1" if surface.development else "0"
     from vllm.entrypoints.launchers.app import build_app
 
     args = arguments([*surface.flags, *(("--api-key", *keys) if keys else ())])
     # Pooling routes depend on what the model can do; "embed" is the task with the most of them.
     model = SimpleNamespace(get_pooling_task=lambda tasks: "embed" if "embed" in tasks else None)
-    return build_app(args, surface.tasks, model)  # type: ignore[arg-type]
+    switches = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API")
+    before = {name: os.environ.pop(name, None) for name in switches}
+    try:
+        os.environ.update(dict.fromkeys(switches, "1" if surface.development else "0"))
+        return build_app(args, surface.tasks, model)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def arguments(flags: Sequence[str]) -> Namespace:
-    """`vllm serve`'s parsed arguments."""
+def arguments(flags: Sequence[str]) -> Any:
+    """`vllm serve`'s parsed arguments, an argparse.Namespace."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -359,7 +377,7 @@ def _targets(routes: Sequence[Route], netloc: str) -> Iterator[tuple[Probe, str]
     for probe in probes_without_key(routes):
         # An open route may start work, and what it answers is the application's own business.
         if probe.refused or probe.method in ("GET", "OPTIONS"):
-            yield probe, quote(probe.path, safe="/%;:@?=&+,~") or "/x"
+            yield probe, quote(probe.path, safe="/%;:@=&+,~") or "/x"
     for path in dict.fromkeys(route.path for route in routes if route.path not in OPEN):
         spelled = "/" + "".join("/" if c == "/" else f"%{ord(c):02x}" for c in path[1:])
         for target in (

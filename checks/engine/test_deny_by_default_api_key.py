@@ -143,7 +143,7 @@ def serving(app: Any, implementation: str) -> Iterator[str]:
         assert thread.is_alive() and time.monotonic() < deadline, "uvicorn did not start"
         time.sleep(0.01)
     try:
-        yield "http://127.0.0.1:{}".format(server.servers[0].sockets[0].getsockname()[1])
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(20)

@@ -14,9 +14,11 @@ up to date.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any
@@ -75,9 +77,7 @@ def render(text: str, root: Path, name: str) -> str:
         begin = _BEGIN.fullmatch(line.strip())
         if begun is not None:
             if begin is not None:
-                problems.append(
-                    f"{name}:{number}: '{begin[1]}' begins before '{begun[0]}' of line {begun[1]} ends"
-                )
+                problems.append(f"{name}:{number}: '{begin[1]}' begins before '{begun[0]}' of line {begun[1]} ends")
             elif line.strip() == _END:
                 out.append(line)
                 begun = None
@@ -85,12 +85,7 @@ def render(text: str, root: Path, name: str) -> str:
         mark = _FENCE.match(line)
         if mark is not None and fence is None:
             fence = mark[1]
-        elif (
-            mark is not None
-            and fence is not None
-            and mark[1].startswith(fence)
-            and not line.strip().strip(fence[0])
-        ):
+        elif mark is not None and fence is not None and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
             fence = None
         out.append(line)
         if fence is not None:
@@ -132,13 +127,11 @@ def diffs(root: Path, found: dict[Path, str]) -> Iterator[str]:
     for page, fresh in found.items():
         name = page.relative_to(root).as_posix()
         old = page.read_text(encoding="utf-8").splitlines(keepends=True)
-        yield "".join(
-            unified_diff(old, fresh.splitlines(keepends=True), f"{name} (committed)", f"{name} (generated)")
-        )
+        yield "".join(unified_diff(old, fresh.splitlines(keepends=True), f"{name} (committed)", f"{name} (generated)"))
 
 
 def write(root: Path) -> list[Path]:
-    """Bring all pages up to date; returns those that changed. Wrong markers in any page: nothing is written."""
+    """Bring all pages up to date; returns those that changed. Nothing is written if a page is wrong."""
     found = stale(root)
     for page, fresh in found.items():
         write_atomic(page, fresh.encode())
@@ -158,9 +151,7 @@ def patch_table(root: Path) -> str:
     try:
         entries = load(root / "patches")
     except PatchProblems as error:
-        raise BadInputError(
-            f"the patch table needs a sound series:\n{error}", "run 'hyperqwen patches list'"
-        ) from None
+        raise BadInputError(f"the patch table needs a sound series:\n{error}", "run 'hyperqwen patches list'") from None
     rows = []
     for entry in entries:
         if entry.header is None:
@@ -195,7 +186,28 @@ def cli_help(root: Path) -> str:
     """The full help of every command, depth first, as a terminal of `WIDTH` columns shows it."""
     from hyperqwen.cli import main
 
-    return "\n".join(_help(main, "hyperqwen", None)).rstrip("\n")
+    with _fixed_terminal():
+        return "\n".join(_help(main, "hyperqwen", None)).rstrip("\n")
+
+
+@contextmanager
+def _fixed_terminal() -> Iterator[None]:
+    """The terminal's width and colour as argparse sees them; click is told by its context."""
+    wanted = {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "FORCE_COLOR": None}
+    before = {name: os.environ.get(name) for name in wanted}
+    _set_environment(wanted)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _help(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
@@ -237,9 +249,7 @@ def pin_table(root: Path) -> str:
         [group, *(str(count[group, kind]) for kind in kinds), str(size[group]), f"{size[group] / 2**20:.1f}"]
         for group in sorted(size)
     ]
-    rows.append(
-        ["all", *(str(total[kind]) for kind in kinds), str(total["bytes"]), f"{total['bytes'] / 2**20:.1f}"]
-    )
+    rows.append(["all", *(str(total[kind]) for kind in kinds), str(total["bytes"]), f"{total['bytes'] / 2**20:.1f}"])
     return table(["Group", "Wheels", ".debs", "Bytes", "MiB"], rows, right=(1, 2, 3, 4))
 
 
@@ -250,7 +260,5 @@ def _pins(path: Path, key: str) -> list[dict[str, Any]]:
             if not (isinstance(pin["size"], int) and isinstance(pin["groups"], list)):
                 raise TypeError(f"size or groups of {pin['name']}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(
-            f"{path}: cannot read the pins: {error!r}", "run 'hyperqwen pins check'"
-        ) from error
+        raise BadInputError(f"{path}: cannot read the pins: {error!r}", "run 'hyperqwen pins check'") from error
     return pins

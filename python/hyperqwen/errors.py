@@ -1,7 +1,7 @@
 """Errors that a user can act on, and the exit codes they end a command with.
 
-Everything that is raised on purpose derives from `HyperqwenError`. A command prints `str(error)` on stderr and exits with
-`error.exit_code`; any other exception is a bug and keeps its traceback. Runs on a bare Python 3.9.
+Everything that is raised on purpose derives from `HyperqwenError`. A command prints `str(error)` on stderr and exits
+with `error.exit_code`; any other exception is a bug and keeps its traceback. Runs on a bare Python 3.9.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Nix store paths of fixed-output files, and the few store operations that seeding needs.
 
-Paths are computed here rather than asked of Nix, so that 250 pins cost microseconds and so that a path can be known on a
-machine without Nix. The rules are those of the Nix manual, "Complete store path calculation". Runs on a bare Python 3.9.
+Paths are computed here rather than asked of Nix, so that 250 pins cost microseconds and a path can be known without
+Nix. The rules are those of the Nix manual, "Complete store path calculation". Runs on a bare Python 3.9.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _fold(digest: bytes, size: int = 20) -> bytes:
 def fixed_path(name: str, sha256: str, *, recursive: bool = False, store_dir: str = DEFAULT_STORE_DIR) -> str:
     """The store path of a fixed-output file.
 
-    `sha256` is 64 hex digits: of the file's bytes, or with `recursive` of its NAR (`nar_sha256`). Raises ValueError for a name
-    that Nix would refuse.
+    `sha256` is 64 hex digits: of the file's bytes, or with `recursive` of its NAR (`nar_sha256`). Raises ValueError for
+    a name that Nix would refuse.
     """
     if not is_store_name(name):
         raise ValueError(f"{name!r} is not a legal store name")
@@ -138,7 +138,9 @@ class Store(Protocol):
 class NixStore:
     """The store that the `nix-store` program reaches: directly as root, through the daemon, or `url` (`--store`)."""
 
-    def __init__(self, url: str | None = None, *, program: str = "nix-store", environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str | None = None, *, program: str = "nix-store", environ: Mapping[str, str] | None = None
+    ) -> None:
         self.url = url
         self.program = program
         self._environ = dict(os.environ if environ is None else environ)
@@ -191,7 +193,7 @@ class NixStore:
     def _environment(self) -> dict[str, str]:
         environment = dict(self._environ)
         if os.geteuid() == 0 and not _group_exists("nixbld"):
-            # Root without build users: Nix warns on every call, and refuses to build, unless it is told that there are none.
+            # Root without build users: Nix warns on every call unless it is told that there are none.
             environment["NIX_CONFIG"] = f"{environment.get('NIX_CONFIG', '')}\nbuild-users-group =".lstrip("\n")
         return environment
 
@@ -201,13 +203,16 @@ class NixStore:
             done = subprocess.run(command, capture_output=True, text=True, env=self._environment(), check=False)
         except FileNotFoundError:
             raise UnsuitableError(
-                f"the program {self.program} is not on PATH", "install Nix 2.8 or newer, or start through ./hq, which does"
+                f"the program {self.program} is not on PATH",
+                "install Nix 2.8 or newer, or start through ./hq, which does",
             ) from None
         if done.returncode == 0:
             return done.stdout
         said = done.stderr.strip() or f"exit status {done.returncode}, no message"
         if "No space left on device" in said or "Disk quota exceeded" in said:
-            raise UnsuitableError(f"no disk space left in {self.disk()}: {said}", "free space (nix-collect-garbage) and run it again")
+            raise UnsuitableError(
+                f"no disk space left in {self.disk()}: {said}", "free space (nix-collect-garbage) and run it again"
+            )
         if "Permission denied" in said or "cannot connect to" in said.lower():
             raise UnsuitableError(
                 f"the Nix store cannot be reached: {said}",

@@ -31,8 +31,10 @@ class App:
 def test_both_routes_and_no_other_are_served_under_v1() -> None:
     app, tokenize, detokenize = App(), Route("/tokenize"), Route("/detokenize")
     router = Router([Route("/tokenizer_info"), tokenize, object(), detokenize])
-    attach_v1_tokenizer(app, router)  # type: ignore[arg-type]
-    assert app.included == [("/v1", [tokenize, detokenize])], "the very routes, so that handlers and checks are the same"
+    attach_v1_tokenizer(app, router)
+    assert app.included == [("/v1", [tokenize, detokenize])], (
+        "the very routes, so that handlers and checks are the same"
+    )
     assert len(router.routes) == 4, "the router's own routes stay"
 
 
@@ -41,5 +43,5 @@ def test_a_route_that_moved_stops_the_server_and_is_named(gone: str) -> None:
     app = App()
     router = Router([Route(path) for path in TOKENIZER_PATHS if path != gone])
     with pytest.raises(LookupError, match=gone + " "):
-        attach_v1_tokenizer(app, router)  # type: ignore[arg-type]
+        attach_v1_tokenizer(app, router)
     assert app.included == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hyperqwen.patches.apply import (
@@ -121,7 +121,8 @@ def test_the_message_has_every_place() -> None:
     shifted = {**TREE, "vllm/a.py": b"# licence\n" + TREE["vllm/a.py"]}
     first, second = map(str, problems(GOOD, shifted))
     assert first == (
-        "p.patch:5: vllm/a.py, hunk 1, file line 7: the context line differs, and 6 more of the hunk's lines: "
+        "p.patch:5: vllm/a.py, hunk 1, file line 7: the context line differs, and 6 more of the "
+        "hunk's lines: "
         "expected 'line 7', found 'line 6' (context found at line 8: refresh the patch)"
     )
     assert second.startswith("p.patch:15: vllm/a.py, hunk 2, file line 27: ")
@@ -135,9 +136,7 @@ def test_hints_tell_several_places_and_an_applied_patch_apart() -> None:
     assert applied is not None
     assert "applied before?" in str(problems(GOOD, {"vllm/a.py": applied})[0])
     gone = {"vllm/a.py": TREE["vllm/a.py"].replace(b"line 12\n", b"other\n")}
-    assert only(GOOD, gone).endswith(
-        "file line 12: the context line differs: expected 'line 12', found 'other'"
-    )
+    assert only(GOOD, gone).endswith("file line 12: the context line differs: expected 'line 12', found 'other'")
 
 
 def test_the_end_of_the_file_is_no_context() -> None:
@@ -195,8 +194,7 @@ REFUSED = {
     ),
     "time stamp": (
         (HEADERLESS + HUNK).replace(b"b/vllm/a.py\n", b"b/vllm/a.py\t2026-01-01\n"),
-        "p.patch:2: the path has a character other than letters, digits and _ . + -: "
-        "found 'vllm/a.py\\t2026-01-01'",
+        "p.patch:2: the path has a character other than letters, digits and _ . + -: found 'vllm/a.py\\t2026-01-01'",
     ),
     "no prefixes": (
         (HEADERLESS + HUNK).replace(b"b/vllm", b"vllm"),
@@ -212,7 +210,8 @@ REFUSED = {
     ),
     "rename by the git line": (
         b"diff --git a/vllm/a.py b/vllm/c.py\n" + HEADERLESS + HUNK,
-        "p.patch:1: not as git writes it, or a rename: expected 'diff --git a/PATH b/PATH' with one PATH twice, "
+        "p.patch:1: not as git writes it, or a rename: expected 'diff --git a/PATH b/PATH' with "
+        "one PATH twice, "
         "found 'diff --git a/vllm/a.py b/vllm/c.py'",
     ),
     "another file in the git line": (
@@ -230,14 +229,12 @@ REFUSED = {
     "program": (
         b"diff --git a/vllm/n.py b/vllm/n.py\nnew file mode 100755\n--- /dev/null\n+++ b/vllm/n.py\n"
         b"@@ -0,0 +1 @@\n+x\n",
-        "p.patch:2: vllm/n.py: only plain files can be added or removed: "
-        "expected mode 100644, found mode 100755",
+        "p.patch:2: vllm/n.py: only plain files can be added or removed: expected mode 100644, found mode 100755",
     ),
     "link": (
         b"diff --git a/vllm/n.py b/vllm/n.py\nnew file mode 120000\n--- /dev/null\n+++ b/vllm/n.py\n"
         b"@@ -0,0 +1 @@\n+x\n",
-        "p.patch:2: vllm/n.py: only plain files can be added or removed: "
-        "expected mode 100644, found mode 120000",
+        "p.patch:2: vllm/n.py: only plain files can be added or removed: expected mode 100644, found mode 120000",
     ),
     "mode against names": (
         b"diff --git a/vllm/a.py b/vllm/a.py\nnew file mode 100644\n" + HEADERLESS + HUNK,
@@ -388,8 +385,8 @@ REFUSED = {
         "expected 'three', found 'three' without a newline",
     ),
     "no newline expected at the end": (
-        HEADERLESS
-        + b"@@ -37,4 +37,4 @@\n line 37\n line 38\n line 39\n-line 40\n\\ No newline at end of file\n+LINE 40\n",
+        HEADERLESS + b"@@ -37,4 +37,4 @@\n line 37\n line 38\n line 39\n-line 40\n"
+        b"\\ No newline at end of file\n+LINE 40\n",
         "p.patch:7: vllm/a.py, hunk 1, file line 40: the removed line differs: "
         "expected 'line 40' without a newline, found 'line 40'",
     ),
@@ -474,9 +471,7 @@ def test_all_problems_come_together() -> None:
 
 def test_a_patch_after_one_that_moved_is_still_judged() -> None:
     later = GOOD.replace(b"line 10b", b"line 10c").replace(b"-line 10\n", b"-LINE 10\n-line 10b\n")
-    later = later.replace(b"@@ -7,7 +7,8 @@", b"@@ -8,8 +8,8 @@").replace(
-        b"@@ -27,7 +28,6 @@", b"@@ -27,7 +27,6 @@"
-    )
+    later = later.replace(b"@@ -7,7 +7,8 @@", b"@@ -8,8 +8,8 @@").replace(b"@@ -27,7 +28,6 @@", b"@@ -27,7 +27,6 @@")
     shifted = {**TREE, "vllm/a.py": b"# licence\n" + TREE["vllm/a.py"]}
     with pytest.raises(PatchProblems) as caught:
         apply_series(reader(shifted), [parse(GOOD, "1"), parse(later, "2")])
@@ -547,6 +542,9 @@ def test_paths() -> None:
         assert path_error(path) is not None, path
 
 
+# The machine that runs this may be busy with a build: no deadline.
+quick = settings(deadline=None, max_examples=60)
+
 # Lines that look like parts of a diff, that repeat, and that are not UTF-8.
 TRICKY = [
     b"",
@@ -563,9 +561,7 @@ TRICKY = [
     b"\xff\xfe",
     b"a\rb\x0c\xe2\x80\xa8",
 ]
-LINES = st.lists(
-    st.sampled_from(TRICKY) | st.binary(max_size=3).map(lambda data: data.translate(None, b"\n\r\0"))
-)
+LINES = st.lists(st.sampled_from(TRICKY) | st.binary(max_size=3).map(lambda data: data.translate(None, b"\n\r\0")))
 
 
 @st.composite
@@ -599,6 +595,7 @@ def long_pairs(draw: st.DrawFn) -> tuple[bytes, bytes]:
 PAIRS = contents().flatmap(lambda content: st.tuples(st.just(content), edited(content))) | long_pairs()
 
 
+@quick
 @given(PAIRS)
 def test_any_edit_applies_and_goes_back(pair: tuple[bytes, bytes]) -> None:
     old, new = pair
@@ -608,6 +605,7 @@ def test_any_edit_applies_and_goes_back(pair: tuple[bytes, bytes]) -> None:
     assert apply_series(reader({"x.py": new}), [patch], reverse=True) == {"x.py": old}
 
 
+@quick
 @given(st.lists(contents().filter(bool), min_size=2, max_size=4), st.data())
 def test_any_series_applies_and_goes_back(start: list[bytes], data: st.DataObject) -> None:
     tree: dict[str, bytes | None] = {f"f{number}.py": content for number, content in enumerate(start)}
@@ -642,10 +640,9 @@ def unique_edits(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return old, b"".join(lines)
 
 
+@quick
 @given(unique_edits(), st.integers(0, 40), st.integers(1, 3))
-def test_a_tree_that_shifted_is_refused_and_the_place_is_named(
-    pair: tuple[bytes, bytes], at: int, count: int
-) -> None:
+def test_a_tree_that_shifted_is_refused_and_the_place_is_named(pair: tuple[bytes, bytes], at: int, count: int) -> None:
     old, new = pair
     patch = parse(file_diff("x.py", old, new), "p")
     lines = split_lines(old)
@@ -661,10 +658,9 @@ def test_a_tree_that_shifted_is_refused_and_the_place_is_named(
     assert moved[1] == [hunk.old_index + count for hunk in patch.files[0].hunks]
 
 
+@quick
 @given(unique_edits(), st.sampled_from([-2, -1, 1, 2]), st.booleans(), st.booleans())
-def test_shifted_hunk_headers_are_refused(
-    pair: tuple[bytes, bytes], by: int, old_side: bool, new_side: bool
-) -> None:
+def test_shifted_hunk_headers_are_refused(pair: tuple[bytes, bytes], by: int, old_side: bool, new_side: bool) -> None:
     assume(old_side or new_side)
     old, new = pair
     out = []
@@ -680,6 +676,7 @@ def test_shifted_hunk_headers_are_refused(
         apply_series(reader({"x.py": old}), [scan(b"\n".join(out), "p")])
 
 
+@quick
 @given(unique_edits(), st.data())
 def test_a_lost_or_doubled_line_is_refused(pair: tuple[bytes, bytes], data: st.DataObject) -> None:
     old, new = pair
@@ -691,6 +688,7 @@ def test_a_lost_or_doubled_line_is_refused(pair: tuple[bytes, bytes], data: st.D
         apply_series(reader({"x.py": old}), [scan(broken, "p")])
 
 
+@quick
 @given(st.binary() | st.lists(st.sampled_from(GOOD.split(b"\n") + TRICKY)).map(b"\n".join))
 def test_any_bytes_give_problems_and_nothing_else(data: bytes) -> None:
     patch = scan(data, "p")

@@ -94,16 +94,14 @@ def test_write_changes_refuses_a_linked_folder_before_writing(tree: Path, tmp_pa
     assert list((tmp_path / "outside").iterdir()) == []
 
 
-def test_write_atomic_keeps_the_old_file_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "series"
     target.write_bytes(b"old\n")
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomic(target, b"new\n")
     assert target.read_bytes() == b"old\n"

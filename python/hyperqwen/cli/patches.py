@@ -42,9 +42,7 @@ def repository(given: Path | None) -> Path:
     found = find_repository(Path.cwd()) if given is None else given
     if found is None or not (found / "patches" / "series").is_file():
         where = "this directory and those above it" if given is None else str(given)
-        raise BadInputError(
-            f"no patches/series in {where}", "run inside the checkout, or name it with --repo DIR"
-        )
+        raise BadInputError(f"no patches/series in {where}", "run inside the checkout, or name it with --repo DIR")
     return found
 
 
@@ -132,9 +130,7 @@ def check(tree: Path, repo: Path | None, as_json: bool) -> None:
     if problems:
         raise _refuse(problems, VerificationError)
     if not as_json:
-        click.echo(
-            f"{len(series.entries)} patches apply exactly, can be taken back, compile and name what exists"
-        )
+        click.echo(f"{len(series.entries)} patches apply exactly, can be taken back, compile and name what exists")
 
 
 @command.command()
@@ -166,16 +162,12 @@ def apply(tree: Path, out: Path, repo: Path | None) -> None:
 @command.command()
 @click.argument("name")
 @_tree
-@click.option(
-    "--edited", type=_FOLDER, required=True, metavar="DIR", help="A copy of the tree with your edits in it."
-)
+@click.option("--edited", type=_FOLDER, required=True, metavar="DIR", help="A copy of the tree with your edits in it.")
 @click.option("--subject", required=True, help="What the patch does, in one line.")
 @click.option("--kind", type=click.Choice(KINDS), required=True, help="What sort of change it is.")
 @click.option("--reason", required=True, help="Why vLLM needs it.")
 @click.option("--upstream", default="none known", show_default=True, help="The issue or change in vLLM.")
-@click.option(
-    "--retires", required=True, metavar="WHEN", help="When it can go, as in 'when upstream reads /sys'."
-)
+@click.option("--retires", required=True, metavar="WHEN", help="When it can go, as in 'when upstream reads /sys'.")
 @click.option(
     "--seam",
     "seams",

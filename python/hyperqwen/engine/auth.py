@@ -85,9 +85,7 @@ def configured_keys(arguments: Sequence[str | None] | None, environment: str | N
 
 def _checked(key: str | None, field: str) -> str:
     if not key:
-        raise InvalidKeyError(
-            f"{field}: the key is empty; give a key, or leave it out altogether to serve without one"
-        )
+        raise InvalidKeyError(f"{field}: the key is empty; give a key, or leave it out altogether to serve without one")
     if key != key.strip():
         raise InvalidKeyError(
             f"{field}: the key begins or ends with white space, which HTTP strips from a header; "

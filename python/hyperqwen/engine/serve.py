@@ -1,9 +1,10 @@
 """vLLM's OpenAI server with its engine process forked instead of spawned: `python -m hyperqwen.engine.serve FLAGS…`.
 
-Takes the flags of `vllm serve` (`--model` included) and runs the same application on the same engine. `vllm serve` imports
-vLLM and torch anew in the engine process, and a third time where it inspects the model's class. On a CPU nothing keeps the
-engine from being a fork of a server that has imported everything: no CUDA context exists and no thread runs yet. That is
-a start in about 12 s of processor time instead of about 30 s, and the shared pages are not paid for twice.
+Takes the flags of `vllm serve` (`--model` included) and runs the same application on the same engine. `vllm serve`
+imports vLLM and torch anew in the engine process, and a third time where it inspects the model's class. On a CPU
+nothing keeps the engine from being a fork of a server that has imported everything: no CUDA context exists and no
+thread runs yet. That is a start in about 12 s of processor time instead of about 30 s, and the pages that both
+processes share are not paid for twice.
 
 Two environment variables, both optional and both set by `hyperqwen.runtime.engine`:
 

@@ -253,16 +253,12 @@ class _Parser:
             self.problem("the last line has no line end: the patch is cut off", line=len(self.lines) + 1)
             self.lines.append(end)
         if b"\0" in data:
-            self.problem(
-                "a NUL byte: this is not a text patch", line=data[: data.index(b"\0")].count(b"\n") + 1
-            )
+            self.problem("a NUL byte: this is not a text patch", line=data[: data.index(b"\0")].count(b"\n") + 1)
             self.lines = []
         if not self.line(len(self.lines) - 1) and self.signed(len(self.lines) - 3):
             self.lines.pop()
         if self.signed(len(self.lines) - 2):
-            self.problem(
-                "the signature of git format-patch is no part of a patch: remove it", line=len(self.lines) - 1
-            )
+            self.problem("the signature of git format-patch is no part of a patch: remove it", line=len(self.lines) - 1)
             del self.lines[-2:]
         returns = [number for number, line in enumerate(self.lines, 1) if line.endswith(b"\r")]
         if returns:
@@ -297,7 +293,7 @@ class _Parser:
         )
 
     def line(self, index: int) -> bytes:
-        return self.lines[index] if index < len(self.lines) else b""
+        return self.lines[index] if 0 <= index < len(self.lines) else b""
 
     def signed(self, index: int) -> bool:
         """Whether git's "-- " and its version stand at the index."""
@@ -333,9 +329,7 @@ class _Parser:
         while self.at < len(self.lines) and not self.starts_file(self.at):
             line = self.lines[self.at]
             if line.startswith((b"@@ ", b"--- ", b"+++ ", *(prefix for prefix, _ in _UNSUPPORTED))):
-                self.problem(
-                    "a diff line before the first 'diff --git' or '---' line", found=show(line + b"\n")
-                )
+                self.problem("a diff line before the first 'diff --git' or '---' line", found=show(line + b"\n"))
             text = line.decode("utf-8", "backslashreplace")
             if text.encode() != line:
                 self.problem("the header is not UTF-8", found=show(line + b"\n"))
@@ -430,9 +424,7 @@ class _Parser:
         if text == "/dev/null":
             return None
         if not text.startswith(prefix):
-            self.problem(
-                "not a name as git writes it", expected=f"{prefix}PATH or /dev/null", found=repr(text)
-            )
+            self.problem("not a name as git writes it", expected=f"{prefix}PATH or /dev/null", found=repr(text))
             return None
         path = text.removeprefix(prefix)
         self.check_path(path)
@@ -444,16 +436,12 @@ class _Parser:
             self.bad_paths.add(path)
             self.problem(reason, found=repr(path))
 
-    def check_names(
-        self, line: int, old: str | None, new: str | None, git_path: str | None, mode: str | None
-    ) -> None:
+    def check_names(self, line: int, old: str | None, new: str | None, git_path: str | None, mode: str | None) -> None:
         path = old or new
         if path is None:
             self.problem("both names are /dev/null", line=line)
         elif old is not None and new is not None and old != new:
-            self.problem(
-                "renames a file; remove the old one and add the new one", line=line, file=old, found=new
-            )
+            self.problem("renames a file; remove the old one and add the new one", line=line, file=old, found=new)
         elif git_path is not None and git_path != path:
             self.problem("the 'diff --git' line names another file", line=line, file=path, found=git_path)
         elif mode is not None and mode != ("new" if old is None else "deleted" if new is None else ""):
@@ -465,9 +453,7 @@ class _Parser:
             return
         verb, other = ("adds", "old") if old is None else ("removes", "new")
         for number, hunk in enumerate(hunks, 1):
-            count, start = (
-                (hunk.old_count, hunk.old_start) if old is None else (hunk.new_count, hunk.new_start)
-            )
+            count, start = (hunk.old_count, hunk.old_start) if old is None else (hunk.new_count, hunk.new_start)
             if count or start or number > 1:
                 self.problem(
                     f"a patch that {verb} a file has one hunk, of the whole file",
@@ -545,9 +531,7 @@ class _Parser:
             )
             self.at = self.body_end()
             return None
-        old_start, old_count, new_start, new_count = (
-            1 if text is None else int(text) for text in match.groups()
-        )
+        old_start, old_count, new_start, new_count = (1 if text is None else int(text) for text in match.groups())
         known = len(self.problems)
         lines = self.body(path, number, old_count, new_count)
         hunk = Hunk(header_at + 1, old_start, old_count, new_start, new_count, lines)
@@ -691,9 +675,7 @@ def _moved_hint(lines: list[bytes], hunk: Hunk) -> str | None:
     return None
 
 
-def _hunk_problems(
-    patch: str, file: FilePatch, number: int, hunk: Hunk, lines: list[bytes]
-) -> Iterator[Problem]:
+def _hunk_problems(patch: str, file: FilePatch, number: int, hunk: Hunk, lines: list[bytes]) -> Iterator[Problem]:
     start, old = hunk.old_index, hunk.old
     wrong = [
         (offset, line)
@@ -712,9 +694,7 @@ def _hunk_problems(
             hunk=number,
             file_line=at + 1,
             expected=show(line.data),
-            found=show(lines[at])
-            if at < len(lines)
-            else f"the end of the file, which has {len(lines)} lines",
+            found=show(lines[at]) if at < len(lines) else f"the end of the file, which has {len(lines)} lines",
             hint=_moved_hint(lines, hunk),
         )
         return
@@ -753,9 +733,7 @@ def _hunk_problems(
         )
 
 
-def _apply_file(
-    patch: str, file: FilePatch, content: bytes | None
-) -> tuple[bytes | None, list[Problem], bool]:
+def _apply_file(patch: str, file: FilePatch, content: bytes | None) -> tuple[bytes | None, list[Problem], bool]:
     """The file's new content, the problems, and whether the content is usable to judge what comes after."""
     if file.old is None:
         result = splice([], [(0, hunk) for hunk in file.hunks])
@@ -764,11 +742,7 @@ def _apply_file(
         hint = "the same content: applied before?" if content == result else None
         return (
             content,
-            [
-                Problem(
-                    patch, "a new file must not exist in the tree", line=file.line, file=file.path, hint=hint
-                )
-            ],
+            [Problem(patch, "a new file must not exist in the tree", line=file.line, file=file.path, hint=hint)],
             False,
         )
     if content is None:

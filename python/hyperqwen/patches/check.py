@@ -47,9 +47,7 @@ def check_series(series: Series, read: Reader, repository: Path) -> list[Problem
     return problems
 
 
-def _check_reversal(
-    patches: tuple[Patch, ...], read: Reader, changes: dict[str, bytes | None]
-) -> Iterator[Problem]:
+def _check_reversal(patches: tuple[Patch, ...], read: Reader, changes: dict[str, bytes | None]) -> Iterator[Problem]:
     try:
         back = apply_series(overlay_reader(read, changes), patches, reverse=True)
     except PatchProblems as error:
@@ -72,13 +70,10 @@ def _check_patched(entry: Entry, before: Reader, after: dict[str, bytes | None])
         except (SyntaxError, ValueError) as error:
             line = error.lineno if isinstance(error, SyntaxError) else None
             reason = error.msg if isinstance(error, SyntaxError) else error
-            yield Problem(
-                entry.name, f"the patched file does not compile: {reason}", file=path, file_line=line
-            )
+            yield Problem(entry.name, f"the patched file does not compile: {reason}", file=path, file_line=line)
             broken = True
             continue
-        old = before(path)
-        new += references(tree) - (references(_parse(old, path)) if old is not None else Counter())
+        new += references(tree) - _references_of(before(path), path)
     if entry.header is None or broken:
         return
 
@@ -95,6 +90,14 @@ def _check_patched(entry: Entry, before: Reader, after: dict[str, bytes | None])
                 line=line,
                 expected=f"a {ENGINE} function, named in Seam",
             )
+
+
+def _references_of(source: bytes | None, path: str) -> Counter[str]:
+    """The references of a file that may not exist, or not compile: then it has none to compare with."""
+    try:
+        return references(_parse(source or b"", path))
+    except (SyntaxError, ValueError):
+        return Counter()
 
 
 def _within(name: str, prefix: str) -> bool:
@@ -146,11 +149,7 @@ def references(tree: ast.Module) -> Counter[str]:
         if parts and isinstance(here, ast.Name) and here.id in aliases:
             found[".".join([aliases[here.id], *parts])] += 1
     return Counter(
-        {
-            name: count
-            for name, count in found.items()
-            if not any(other.startswith(f"{name}.") for other in found)
-        }
+        {name: count for name, count in found.items() if not any(other.startswith(f"{name}.") for other in found)}
     )
 
 
@@ -210,7 +209,5 @@ def _defined(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
             names |= _defined(node.body) | _defined(node.orelse)
         elif isinstance(node, ast.Try):
             handlers = [statement for handler in node.handlers for statement in handler.body]
-            names |= (
-                _defined(node.body) | _defined(handlers) | _defined(node.orelse) | _defined(node.finalbody)
-            )
+            names |= _defined(node.body) | _defined(handlers) | _defined(node.orelse) | _defined(node.finalbody)
     return names

@@ -1,7 +1,8 @@
 """Read `patches/`: the order in `series`, and the header of each patch.
 
-`series` names one patch a line, in the order in which they apply; `#` begins a comment. Every other file in
-the folder is a patch that the series names. A patch begins with its metadata, a blank line, then the diff:
+`series` names one patch a line, in the order in which they apply; a line that begins with `#` is a comment.
+Every other file in the folder is a patch that the series names. A patch begins with its metadata, a blank line,
+then the diff:
 
     Subject: list the processors without a shell
     Kind: fix
@@ -10,7 +11,7 @@ the folder is a patch that the series names. A patch begins with its metadata, a
     Upstream: none known
     Retires: when upstream reads /sys
     Seam: hyperqwen.engine.processors:list_processors
-    Test: python/tests/test_engine_processors.py
+    Test: checks/engine/test_processors.py, python/tests/test_engine_processors.py
 
 `docs/patches.md` is generated from these headers.
 """
@@ -168,9 +169,7 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
 
     def wrong(field: str, what: str, expected: str) -> None:
         problems.append(
-            Problem(
-                patch, f"{field}: {what}", line=numbers[field], expected=expected, found=repr(text[field])
-            )
+            Problem(patch, f"{field}: {what}", line=numbers[field], expected=expected, found=repr(text[field]))
         )
 
     for field in FIELDS:
@@ -192,9 +191,7 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
                 break
             seams.append(Seam(found[1], found[2]))
     if text.get("Kind") == "seam" and text.get("Seam") == "none":
-        wrong(
-            "Seam", "a patch of kind 'seam' names what it hands over to", "hyperqwen.engine.MODULE:FUNCTION"
-        )
+        wrong("Seam", "a patch of kind 'seam' names what it hands over to", "hyperqwen.engine.MODULE:FUNCTION")
 
     tests: list[TestRef] = []
     for part in filter(None, text.get("Test", "").split(",")):
@@ -203,6 +200,8 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
             wrong("Test", "not a test of this repository", "python/tests/FILE[::TEST] or checks/FILE, ...")
             break
         tests.append(TestRef(found[1], found[2]))
+    if tests and not any(test.path.startswith("checks/") for test in tests):
+        wrong("Test", "none of these sees vLLM, and so none fails without the patch", "a test below checks/, too")
 
     if problems:
         return None, problems
@@ -221,8 +220,8 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
 
 def names_in(text: str) -> list[tuple[int, str]]:
     """Line numbers and names of a series file, comments and blank lines left out."""
-    stripped = ((number, line.split("#", 1)[0].strip()) for number, line in enumerate(text.splitlines(), 1))
-    return [(number, name) for number, name in stripped if name]
+    lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
+    return [(number, line) for number, line in lines if line and not line.startswith("#")]
 
 
 def read_series(folder: Path) -> Series:
@@ -255,9 +254,7 @@ def read_series(folder: Path) -> Series:
             )
             continue
         if name in listed:
-            problems.append(
-                Problem(SERIES, f"{name} is listed a second time, after line {listed[name]}", line=number)
-            )
+            problems.append(Problem(SERIES, f"{name} is listed a second time, after line {listed[name]}", line=number))
             continue
         listed[name] = number
         if int(match[1]) <= last:
@@ -351,9 +348,7 @@ def next_name(series: Series, name: str) -> str:
     if match is None or "/" in name:
         raise ValueError(f"patch name {name!r}: expected [NNNN-]short-name, of a-z, 0-9 and single hyphens")
     if (series.folder / full).exists():
-        raise ValueError(
-            f"patch name {name!r}: {full} exists already; change it with 'hyperqwen patches refresh'"
-        )
+        raise ValueError(f"patch name {name!r}: {full} exists already; change it with 'hyperqwen patches refresh'")
     if int(match[1]) <= last:
         raise ValueError(f"patch name {name!r}: the number must come after {last:04}, the last in the series")
     return full

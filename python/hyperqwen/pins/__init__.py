@@ -1,1 +1,4 @@
-"""Pins say which bytes, never where they come from: `model` reads them, `fetch` brings them, `update` and `check` keep them."""
+"""Pins say which bytes, never where they come from.
+
+`model` reads them, `fetch` brings them, `update` and `check` keep them.
+"""

@@ -13,7 +13,7 @@ _HEADER = 60
 
 
 def member(deb: Path, name: str) -> bytes:
-    """The bytes of the regular file `name` (such as ./bin/busybox) of `deb`; raises VerificationError when it is not there."""
+    """The bytes of the regular file `name` (such as ./bin/busybox) of `deb`; VerificationError if it has none."""
     data = _data_archive(deb)
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:*") as archive:

@@ -2,9 +2,9 @@
 
     python3 -m hyperqwen.pins.fetch [GROUP…] [options]
 
-Runs with the host's bare Python (3.9 or newer, standard library, pip beside it) before anything of the product is built.
-Every file is verified by size and sha256 before the store hears of it; what has arrived stays in the cache, so that an
-interrupted run goes on where it stopped. Nothing here needs root: `nix-store --add-fixed` of a daemon takes seeds from anyone.
+Runs with the host's bare Python (3.9 or newer, standard library, pip beside it) before anything of the product is
+built. Every file is verified by size and sha256 before the store hears of it; what has arrived stays in the cache, so
+that an interrupted run goes on where it stopped. Nothing here needs root: a daemon takes seeds from anyone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from hyperqwen.errors import (
     UnsuitableError,
     VerificationError,
 )
-from hyperqwen.pins.model import GROUPS, Pin, PinSet, load, pins_dir
+from hyperqwen.pins.model import GROUPS, Extract, Pin, PinSet, load, pins_dir
 from hyperqwen.store import NixStore, Store, nar_sha256
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ class DirSource:
             if name and (self.folder / name).is_file():
                 yield Candidate(path=self.folder / name)
                 return
-        raise Absent(f"{pin.file} is not in {self.folder}", f"export it on a machine with a network: ./hq fetch --export DIR --files {pin.file}")
+        raise Absent(
+            f"{pin.file} is not in {self.folder}",
+            f"export it on a machine with a network: ./hq fetch --export DIR --files {pin.file}",
+        )
 
 
 class HostSources:
@@ -140,8 +143,9 @@ class HostSources:
 
 
 class Workspace:
-    """Where files arrive: `SHA256.part` while they do, then their own name in a folder of their own (cache) or here (export).
+    """Where files arrive: as `SHA256.part` while they do, then under their own name.
 
+    That name is in a folder of its own (the cache) or, with `flat`, in this one (an export).
     One process at a time works in a workspace; `lock` waits for its turn.
     """
 
@@ -174,7 +178,9 @@ class Workspace:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UnsuitableError(f"{self.root} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder of yours") from None
+            raise UnsuitableError(
+                f"{self.root} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder of yours"
+            ) from None
         waited = False
         try:
             try:
@@ -185,7 +191,9 @@ class Workspace:
                 waited = True
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
-                raise UnsuitableError(f"{self.root} cannot be locked: {error.strerror}", "set XDG_CACHE_HOME to a local disk") from None
+                raise UnsuitableError(
+                    f"{self.root} cannot be locked: {error.strerror}", "set XDG_CACHE_HOME to a local disk"
+                ) from None
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             yield waited
@@ -210,8 +218,9 @@ class ProgressSink(Protocol):
 class Engine:
     """Brings pins into a workspace in parallel and hands verified files on in batches.
 
-    `deliver` gets lists of Ready files, in one thread, in any order. Errors about one file are collected in the outcome and the
-    others go on; an UnsuitableError (no disk, no network) ends the run.
+    `deliver` gets lists of Ready files, in one thread, in any order; `delivering` is what the progress line says then,
+    with {} for their number. Errors about one file are collected in the outcome and the others go on; an
+    UnsuitableError (no disk, no network) ends the run.
     """
 
     def __init__(
@@ -222,7 +231,9 @@ class Engine:
         progress: ProgressSink,
         stop: threading.Event,
         jobs: int = 4,
+        delivering: str = "",
     ) -> None:
+        self.delivering = delivering
         self.workspace = workspace
         self.sources = sources
         self.deliver = deliver
@@ -235,6 +246,7 @@ class Engine:
         self._queue: deque[Pin] = deque()
         self._ready: deque[Ready] = deque()
         self._working = 0
+        self._ahead = 0
         self._changed = threading.Condition()
 
     def run(self, pins: Sequence[Pin]) -> Outcome:
@@ -273,7 +285,7 @@ class Engine:
         try:
             while not self.stop.is_set():
                 with self._changed:
-                    while sum(ready.pin.size for ready in self._ready) > AHEAD_BYTES and not self.stop.is_set():
+                    while self._ahead > AHEAD_BYTES and not self.stop.is_set():
                         self._changed.wait(1.0)
                     if not self._queue or self.stop.is_set():
                         return
@@ -287,6 +299,7 @@ class Engine:
                     continue
                 with self._changed:
                     self._ready.append(ready)
+                    self._ahead += pin.size if ready.owned else 0
                     self._changed.notify_all()
         except Stopped:
             return
@@ -321,11 +334,16 @@ class Engine:
                     self._changed.notify_all()
                 if self.stop.is_set() or not batch:
                     return
+                self.progress.note = self.delivering.format(len(batch)) if self.delivering else ""
                 self.deliver(batch)
+                self.progress.note = ""
                 for ready in batch:
                     self.workspace.remove(ready)
                     self.outcome.added.append(ready.pin.store_name)
                     self.progress.file_done()
+                with self._changed:
+                    self._ahead -= sum(ready.pin.size for ready in batch if ready.owned)
+                    self._changed.notify_all()
         except BaseException as error:
             self._end(error)
 
@@ -357,7 +375,8 @@ class Engine:
         wrong = [error for error in refused if isinstance(error, MismatchError)]
         if wrong:
             raise VerificationError(
-                wrong[0].message, "the mirror or a proxy alters or cuts files: name another with --index or --mirror; nothing was added"
+                wrong[0].message,
+                "the mirror or a proxy alters or cuts files: name another with --index or --mirror; nothing was added",
             )
         raise MissingError(
             f"{pin.file} (sha256 {pin.sha256}) is not to be had: " + "; ".join(error.message for error in refused),
@@ -384,7 +403,7 @@ class Engine:
             return Ready(pin, path, owned)
         if pin.extract is not None:
             home.mkdir(exist_ok=True)
-            return Ready(pin, extract_seed(pin, path, home), owned=True)
+            return Ready(pin, extract_seed(pin, pin.extract, path, home), owned=True)
         if path.name == pin.file:
             return Ready(pin, path, owned)
         home.mkdir(exist_ok=True)
@@ -399,23 +418,29 @@ class Engine:
         return Ready(pin, target, owned=True)
 
 
-def extract_seed(pin: Pin, deb: Path, folder: Path) -> Path:
-    """Write the pin's extracted program into `folder` as its store directory; raises VerificationError unless its NAR is the pinned one."""
+def lay_out_seed(extract: Extract, deb: Path, folder: Path) -> Path:
+    """Take the program out of `deb` and write it into `folder` as the tree that enters the store; the tree's path."""
     from hyperqwen.pins.deb import member
 
-    assert pin.extract is not None
-    target = folder / pin.extract.store_name
+    target = folder / extract.store_name
     shutil.rmtree(target, ignore_errors=True)
-    program = target / pin.extract.path
+    program = target / extract.path
     program.parent.mkdir(parents=True)
-    program.write_bytes(member(deb, pin.extract.member))
+    program.write_bytes(member(deb, extract.member))
     program.chmod(0o755)
+    return target
+
+
+def extract_seed(pin: Pin, extract: Extract, deb: Path, folder: Path) -> Path:
+    """`lay_out_seed`, verified; raises VerificationError, and leaves nothing, unless its NAR is the pinned one."""
+    target = lay_out_seed(extract, deb, folder)
     actual = nar_sha256(target)
-    if actual != pin.extract.nar_sha256:
+    if actual != extract.nar_sha256:
         shutil.rmtree(target)
         raise VerificationError(
-            f"{pin.extract.store_name} of {pin.file}: wrong NAR sha256\n    expected {pin.extract.nar_sha256}\n    actual   {actual}",
-            "correct extract.nar_sha256 in nix/pins/debs.json, or take the file from another place",
+            f"{extract.store_name} of {pin.file}: wrong NAR sha256\n"
+            f"    expected {extract.nar_sha256}\n    actual   {actual}",
+            "correct extract.nar_sha256 in nix/pins/debs.json (`hyperqwen pins update --group seed` writes it)",
         )
     return target
 
@@ -430,7 +455,10 @@ def add_to_store(store: Store, batch: Sequence[Ready]) -> None:
             wanted = ready.pin.store_path(store.store_dir)
             if path != wanted:
                 store.delete(path)
-                raise VerificationError(f"{ready.path} changed while it was added: its store path is {path}\n    expected {wanted}", "run it again")
+                raise VerificationError(
+                    f"{ready.path} changed while it was added: its store path is {path}\n    expected {wanted}",
+                    "run it again",
+                )
 
 
 def missing_pins(store: Store, pins: Sequence[Pin]) -> list[Pin]:
@@ -491,7 +519,7 @@ def seed(
     err: TextIO,
     quiet: bool = False,
 ) -> Outcome:
-    """Bring what `store` lacks of `pins` and add it; the second of two runs waits and then takes what the first left."""
+    """Bring what `store` lacks of `pins` and add it; a second run waits, then brings what the first left out."""
     from hyperqwen.pins.progress import Progress
 
     missing = missing_pins(store, pins)
@@ -507,7 +535,15 @@ def seed(
         sources.prepare(missing)
         check_space(missing, workspace, store.disk(), jobs)
         progress = Progress(err, files=len(missing), total=sum(pin.size for pin in missing), quiet=quiet)
-        engine = Engine(workspace, sources, lambda batch: add_to_store(store, batch), progress, stop, jobs)
+        engine = Engine(
+            workspace,
+            sources,
+            lambda batch: add_to_store(store, batch),
+            progress,
+            stop,
+            jobs,
+            "adding {} files to the store",
+        )
         outcome = _watched(engine, missing, progress)
         outcome.valid = len(pins) - len(missing)
         return outcome
@@ -523,7 +559,10 @@ def export(
     err: TextIO,
     quiet: bool = False,
 ) -> Outcome:
-    """Write `pins` into `folder`, from the store where it has them, and a SHA256SUMS for all files there; adds nothing to the store."""
+    """Write `pins` into `folder`, from the store where it has them, and a SHA256SUMS of all files there.
+
+    Adds nothing to the store. A seed is exported as its .deb, which the store does not hold.
+    """
     from hyperqwen.pins.progress import Progress
     from hyperqwen.pins.transfer import MismatchError, Wanted, check_local, copy_checked
 
@@ -550,11 +589,14 @@ def export(
         outcome = Outcome(valid=valid)
         stop = threading.Event()
         for pin in todo:
-            # The store has of a seed only its program, which is all that the other side needs; its .deb would have to be fetched.
             if store is None or pin.file in absent or pin.extract is not None:
                 wanting.append(pin)
                 continue
-            copy_checked(Wanted(pin.file, pin.size, pin.sha256), store.real_path(pin.store_path(store.store_dir)), folder / pin.file)
+            copy_checked(
+                Wanted(pin.file, pin.size, pin.sha256),
+                store.real_path(pin.store_path(store.store_dir)),
+                folder / pin.file,
+            )
             outcome.added.append(pin.file)
             progress.moved(pin.size)
             progress.file_done()
@@ -618,10 +660,26 @@ def build_parser(prog: str = "hyperqwen fetch") -> argparse.ArgumentParser:
     )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="groups to bring (default: all)")
     parser.add_argument("--pin", nargs="+", action="extend", default=[], metavar="NAME", help="only these packages")
-    parser.add_argument("--file", "--files", nargs="+", action="extend", default=[], dest="files", metavar="FILE", help="only these files or store paths; - reads names from stdin")
+    parser.add_argument(
+        "--file",
+        "--files",
+        nargs="+",
+        action="extend",
+        default=[],
+        dest="files",
+        metavar="FILE",
+        help="only these files or store paths; - reads names from stdin",
+    )
     parser.add_argument("--check", action="store_true", help="only list what is missing; exit 4 if anything is")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write the files into DIR for a machine without a network; adds nothing to the store")
-    parser.add_argument("--import", type=Path, dest="import_dir", metavar="DIR", help="take the files from DIR, no network")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write the files into DIR for a machine without a network; adds nothing to the store",
+    )
+    parser.add_argument(
+        "--import", type=Path, dest="import_dir", metavar="DIR", help="take the files from DIR, no network"
+    )
     parser.add_argument("--mirror", metavar="URL", help="Debian mirror (the folder with pool/) in place of apt's")
     parser.add_argument("--index", metavar="URL", help="Python package index in place of pip's")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="parallel downloads, 1 to 32 (default 4)")
@@ -645,7 +703,11 @@ def _chosen(options: argparse.Namespace, pins: PinSet, stdin: TextIO) -> list[Pi
 
 
 def _validate(options: argparse.Namespace) -> None:
-    modes = [name for name, value in (("--check", options.check), ("--export", options.export), ("--import", options.import_dir)) if value]
+    modes = [
+        name
+        for name, value in (("--check", options.check), ("--export", options.export), ("--import", options.import_dir))
+        if value
+    ]
     if len(modes) > 1:
         raise BadInputError(f"{' and '.join(modes)} together", "use one of them")
     if not 1 <= options.jobs <= 32:
@@ -661,7 +723,9 @@ def _report_check(missing: Sequence[Pin], total: int, as_json: bool, out: TextIO
 
     size = sum(pin.size for pin in missing)
     if as_json:
-        rows = [{"file": pin.store_name, "pin": pin.name, "size": pin.size, "groups": list(pin.groups)} for pin in missing]
+        rows = [
+            {"file": pin.store_name, "pin": pin.name, "size": pin.size, "groups": list(pin.groups)} for pin in missing
+        ]
         json.dump({"pins": total, "missing": rows, "missing_bytes": size}, out, indent=1)
         out.write("\n")
     else:
@@ -674,7 +738,9 @@ def _report_check(missing: Sequence[Pin], total: int, as_json: bool, out: TextIO
     return OK
 
 
-def _report(outcome: Outcome, pins: Sequence[Pin], where: str, options: argparse.Namespace, out: TextIO, err: TextIO) -> None:
+def _report(
+    outcome: Outcome, pins: Sequence[Pin], where: str, options: argparse.Namespace, out: TextIO, err: TextIO
+) -> None:
     from hyperqwen.pins.progress import human
 
     sizes = {pin.store_name: pin.size for pin in pins}
@@ -682,7 +748,11 @@ def _report(outcome: Outcome, pins: Sequence[Pin], where: str, options: argparse
     size = sum(sizes[name] for name in outcome.added)
     if options.as_json:
         failed = {name: error.message for name, error in sorted(outcome.failed.items())}
-        json.dump({"already": outcome.valid, "added": sorted(outcome.added), "added_bytes": size, "failed": failed}, out, indent=1)
+        json.dump(
+            {"already": outcome.valid, "added": sorted(outcome.added), "added_bytes": size, "failed": failed},
+            out,
+            indent=1,
+        )
         out.write("\n")
     if not options.quiet:
         if outcome.added:
@@ -724,7 +794,9 @@ def run(
         def sources_for(stop: threading.Event) -> Sources:
             return host(stop) if folder is None else DirSource(folder)
 
-        outcome = seed(chosen, target, Workspace(cache_dir()), sources_for, jobs=options.jobs, err=err, quiet=options.quiet)
+        outcome = seed(
+            chosen, target, Workspace(cache_dir()), sources_for, jobs=options.jobs, err=err, quiet=options.quiet
+        )
         _report(outcome, chosen, "the store", options, out, err)
     if outcome.failed:
         raise summary_error(outcome.failed)

@@ -1,4 +1,4 @@
-"""Pin files: what the bytes under hyperqwen are. Read, checked and written here; every problem of a file is reported at once.
+"""Pin files: what the bytes under hyperqwen are. Read, checked and written here, all problems reported at once.
 
 `wheels.json` and `debs.json` hold one entry a line, sorted by name. Runs on a bare Python 3.9.
 """
@@ -43,7 +43,7 @@ _MEMBER = re.compile(r"\./[A-Za-z0-9+._-]+(?:/[A-Za-z0-9+._-]+)*\Z")
 
 @dataclass(frozen=True)
 class Extract:
-    """The one file of a .deb that enters the store in the .deb's place: as the executable `path` of a directory `store_name`."""
+    """The one file of a .deb that enters the store in its place: as the executable `path` of a tree `store_name`."""
 
     member: str
     path: str
@@ -117,7 +117,7 @@ class PinSet:
         return self._find(names, lambda pin, name: pin.name in (name, normalised(name)), "package")
 
     def files(self, names: Iterable[str]) -> list[Pin]:
-        """The pins of these file names, store names or store paths (of the file or of its .drv); raises MissingError."""
+        """The pins of these file names, store names or store paths (also of the .drv); raises MissingError."""
 
         def same(pin: Pin, name: str) -> bool:
             return name in (pin.file, pin.store_name) or (pin.pool is not None and name == pin.pool.rpartition("/")[2])
@@ -151,7 +151,7 @@ def deb_file_name(name: str, version: str, architecture: str) -> str:
 
 
 def pins_dir(given: str | os.PathLike[str] | None = None) -> Path:
-    """The folder with the pin files: `given`, $HYPERQWEN_PINS, this checkout's nix/pins, or that of the working directory.
+    """The folder with the pin files: `given`, $HYPERQWEN_PINS, this checkout's, or that of the working directory.
 
     Raises MissingError when none of them holds wheels.json and debs.json.
     """
@@ -163,13 +163,15 @@ def pins_dir(given: str | os.PathLike[str] | None = None) -> Path:
             return place
     if named:
         raise MissingError(f"{named} holds no wheels.json and debs.json", "name the folder nix/pins of a checkout")
-    raise MissingError("no pin files: neither beside this package nor above the working directory", "pass --pins DIR/nix/pins")
+    raise MissingError(
+        "no pin files: neither beside this package nor above the working directory", "pass --pins DIR/nix/pins"
+    )
 
 
 def load(folder: Path) -> PinSet:
     """Read and check both pin files; raises BadInputError that lists every problem of both."""
     problems: list[str] = []
-    wheels_top, wheels = _load_file(folder / "wheels.json", "wheel", problems)
+    _, wheels = _load_file(folder / "wheels.json", "wheel", problems)
     debs_top, debs = _load_file(folder / "debs.json", "deb", problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -230,7 +232,9 @@ def _load_file(path: Path, kind: str, problems: list[str]) -> tuple[dict[str, An
     for key in sorted(set(top) - wanted):
         problems.append(f"{path}: unknown field {key!r}; remove it (known: {', '.join(sorted(wanted))})")
     if "schema" in top and (top["schema"] != SCHEMA or isinstance(top["schema"], bool)):
-        problems.append(f"{path}: 'schema' is {top['schema']!r}, this program reads {SCHEMA}; use the hyperqwen of this checkout")
+        problems.append(
+            f"{path}: 'schema' is {top['schema']!r}, this program reads {SCHEMA}; use the hyperqwen of this checkout"
+        )
     for key in ("suite", "component"):
         if key in wanted & set(top) and (not isinstance(top[key], str) or not re.match(r"[a-z][a-z0-9-]*\Z", top[key])):
             problems.append(f"{path}: {key!r} is {top[key]!r}, must be a word such as 'bookworm'")
@@ -307,7 +311,9 @@ class _Entry:
         for key in sorted(set(raw) - fields - optional):
             self.say(f"unknown field '{inside}{key}'; remove it")
 
-    def text(self, field: str, form: re.Pattern[str], wanted: str, raw: dict[str, Any] | None = None, inside: str = "") -> None:
+    def text(
+        self, field: str, form: re.Pattern[str], wanted: str, raw: dict[str, Any] | None = None, inside: str = ""
+    ) -> None:
         raw = self.raw if raw is None else raw
         if field not in raw:
             return
@@ -327,7 +333,7 @@ class _Entry:
             self.say(f"'file' is {file!r} ({_type(file)}), must be text")
             return
         if not is_store_name(file):
-            self.say(f"'file' is {file!r}, which the store does not take as a name; write {store_file_name(file).lstrip('.')!r}")
+            self.say(f"'file' is {file!r}, which is no store name; write {store_file_name(file).lstrip('.')!r}")
             return
         if not isinstance(name, str) or not isinstance(version, str):
             return
@@ -387,7 +393,9 @@ def _check_unique(path: Path, entries: list[Any], list_field: str, problems: lis
         if isinstance(file, str):
             first = files.setdefault(file, index)
             if first != index:
-                problems.append(f"{path}: {list_field}[{index}]: 'file' {file!r} is already {list_field}[{first}]; keep one")
+                problems.append(
+                    f"{path}: {list_field}[{index}]: 'file' {file!r} is already {list_field}[{first}]; keep one"
+                )
                 continue
         if isinstance(name, str) and isinstance(groups, list):
             clashes: dict[int, list[str]] = {}

@@ -1,4 +1,7 @@
-"""How far a transfer is, on stderr: one line that updates on a terminal, a line every few seconds elsewhere. Bare Python 3.9."""
+"""How far a transfer is, on stderr: one line that updates on a terminal, a line every few seconds elsewhere.
+
+Runs on a bare Python 3.9.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +80,8 @@ class Progress:
         if rate > 1000 and self.done < self.total:
             left = f", {clock((self.total - self.done) / rate)} left"
         note = f" · {self.note}" if self.note else ""
-        return (
-            f"{share:>5}  {human(self.done)} of {human(self.total)}, {self.files_done} of {self.files} files, {human(rate)}/s{left}{note}"
-        )
+        counts = f"{human(self.done)} of {human(self.total)}, {self.files_done} of {self.files} files"
+        return f"{share:>5}  {counts}, {human(rate)}/s{left}{note}"
 
     def show(self, *, now: bool = False) -> None:
         """Draw, if it is time to."""

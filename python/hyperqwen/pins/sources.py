@@ -1,7 +1,6 @@
 """Where pinned bytes can come from on this host: pip's indexes and link folders for wheels, apt's mirrors for .debs.
 
-No address stands here: pip and apt know theirs, and `--index` and `--mirror` name others. Runs on a bare Python 3.9 with
-pip.
+No address stands here: pip and apt know theirs, and `--index` and `--mirror` name others. Runs on a bare Python 3.9.
 """
 
 from __future__ import annotations
@@ -41,7 +40,21 @@ print(json.dumps([PyPI.simple_url, where()]))
 
 # An apt source is Debian's when its suite, less -updates and the like, is one of these.
 _DEBIAN_SUITES = frozenset(
-    "buster bullseye bookworm trixie forky duke sid stable oldstable oldoldstable testing unstable experimental".split()
+    [
+        "buster",
+        "bullseye",
+        "bookworm",
+        "trixie",
+        "forky",
+        "duke",
+        "sid",
+        "stable",
+        "oldstable",
+        "oldoldstable",
+        "testing",
+        "unstable",
+        "experimental",
+    ]
 )
 
 
@@ -93,7 +106,9 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def pip_settings(index: str | None = None, *, python: str = sys.executable, environ: Mapping[str, str] | None = None) -> PipSettings:
+def pip_settings(
+    index: str | None = None, *, python: str = sys.executable, environ: Mapping[str, str] | None = None
+) -> PipSettings:
     """Read pip's configuration through pip; with `index` only its TLS and proxy settings matter.
 
     Raises UnsuitableError when there is no pip and no `index`.
@@ -102,8 +117,9 @@ def pip_settings(index: str | None = None, *, python: str = sys.executable, envi
     listed = _run([python, "-m", "pip", "--disable-pip-version-check", "config", "list"])
     if listed.returncode != 0:
         if index is None:
+            said = (listed.stderr.strip().splitlines() or ["no message"])[-1]
             raise UnsuitableError(
-                f"{python} has no pip, whose index the wheels come from: {(listed.stderr.strip().splitlines() or ['no message'])[-1]}",
+                f"{python} has no pip, whose index the wheels come from: {said}",
                 "install it (Debian: apt-get install python3-pip), or pass --index URL",
             )
         return PipSettings(indexes=[index], cert=_ca_from(environ))
@@ -246,7 +262,7 @@ def local_path(url: str) -> Path | None:
 
 
 class WheelSources:
-    """The indexes and link folders that wheels are looked up in, in pip's order of trust: link folders, then indexes."""
+    """The link folders and indexes that wheels are looked up in, in this order: local files cost nothing."""
 
     def __init__(self, settings: PipSettings, access: Access, stop: threading.Event | None = None) -> None:
         self.settings = settings
@@ -282,7 +298,9 @@ class WheelSources:
 
     def links(self, pin: Pin) -> list[Link]:
         """All links to the pin's file whose declared hash does not contradict the pin."""
-        return [link for link in self._links(pin.name, []) if link.file == pin.file and link.sha256 in (None, pin.sha256)]
+        return [
+            link for link in self._links(pin.name, []) if link.file == pin.file and link.sha256 in (None, pin.sha256)
+        ]
 
     def _links(self, name: str, seen: list[str]) -> Iterator[Link]:
         for place in self.settings.find_links:
@@ -323,7 +341,8 @@ class WheelSources:
             links = json_links(text, final) if kind.endswith("+json") else html_links(text, final)
         except (ValueError, KeyError, TypeError):
             raise UnsuitableError(
-                f"{split_login(url)[0]} does not answer as a Python package index does", "check pip's index-url or --index"
+                f"{split_login(url)[0]} does not answer as a Python package index does",
+                "check pip's index-url or --index",
             ) from None
         seen.append(f"looked in {split_login(url)[0]}")
         yield from links
@@ -348,7 +367,7 @@ class DebSources:
 def apt_sites(mirror: str | None = None) -> list[str]:
     """Debian mirrors (the folders that hold pool/ and dists/) that apt is configured with, main archives first.
 
-    Works before the first `apt-get update`. Raises UnsuitableError on a host whose apt has none, unless `mirror` is given.
+    Works before the first `apt-get update`. Raises UnsuitableError if apt has none and no `mirror` is given.
     """
     if mirror is not None:
         return [mirror]
@@ -373,8 +392,14 @@ def apt_sites(mirror: str | None = None) -> list[str]:
 
 def _apt_targets() -> list[tuple[str, str]]:
     if shutil.which("apt-get"):
-        listed = _run(["apt-get", "indextargets", "--format", "$(SITE)\t$(RELEASE)\t$(IDENTIFIER)", "Identifier: Packages"])
-        pairs = [(cells[0], cells[1]) for cells in (line.split("\t") for line in listed.stdout.splitlines()) if len(cells) == 3]
+        listed = _run(
+            ["apt-get", "indextargets", "--format", "$(SITE)\t$(RELEASE)\t$(IDENTIFIER)", "Identifier: Packages"]
+        )
+        pairs = [
+            (cells[0], cells[1])
+            for cells in (line.split("\t") for line in listed.stdout.splitlines())
+            if len(cells) == 3
+        ]
         if pairs:
             return pairs
     # apt lists no targets before its first update, so read what the update would read.
@@ -434,7 +459,11 @@ def apt_access(sites: Iterable[str], *, timeout: float = 30.0) -> Access:
         if proxy and proxy != "DIRECT":
             proxies[parts.scheme] = proxy
     configured = any(key.endswith("::proxy") for key in options)
-    return Access(cafile=options.get("acquire::https::cainfo"), proxies=proxies if proxies or configured else None, timeout=timeout)
+    return Access(
+        cafile=options.get("acquire::https::cainfo"),
+        proxies=proxies if proxies or configured else None,
+        timeout=timeout,
+    )
 
 
 def _apt_options() -> dict[str, str]:

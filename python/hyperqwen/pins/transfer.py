@@ -1,6 +1,6 @@
-"""Bring one pinned file from one place: HTTP with resume, or a local file; verified by size and sha256 before it gets its name.
+"""Bring one pinned file from one place: HTTP with resume, or a local file.
 
-Runs on a bare Python 3.9 (standard library only).
+A file gets its name once its size and sha256 are the pin's. Runs on a bare Python 3.9 (standard library only).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Wanted:
 class Access:
     """How this host reaches HTTP servers.
 
-    `proxies` maps a scheme to a proxy URL, None means the environment's. `logins` maps a host[:port] to user and password.
+    `proxies` maps a scheme to a proxy URL, None means the environment's. `logins` maps host[:port] to user, password.
     """
 
     cafile: str | None = None
@@ -76,7 +76,9 @@ class Access:
     def get(self, url: str, headers: Mapping[str, str] | None = None) -> Any:
         """Open `url`; raises urllib's errors as they are. Credentials never follow a redirect to another host."""
         plain, login = split_login(url)
-        request = urllib.request.Request(plain, headers={"User-Agent": "hyperqwen-fetch", "Accept-Encoding": "identity", **(headers or {})})
+        request = urllib.request.Request(
+            plain, headers={"User-Agent": "hyperqwen-fetch", "Accept-Encoding": "identity", **(headers or {})}
+        )
         netloc = urllib.parse.urlsplit(plain).netloc
         login = login or self.logins.get(netloc) or self._from_netrc(netloc)
         if login:
@@ -84,7 +86,9 @@ class Access:
             request.add_unredirected_header("Authorization", f"Basic {token}")
         return self._opener(netloc).open(request, timeout=self.timeout)
 
-    def read(self, url: str, headers: Mapping[str, str] | None = None, stop: threading.Event | None = None) -> tuple[bytes, str, str]:
+    def read(
+        self, url: str, headers: Mapping[str, str] | None = None, stop: threading.Event | None = None
+    ) -> tuple[bytes, str, str]:
         """The whole body of a small document, its content type and its final URL; raises Absent or UnsuitableError."""
         failure: BaseException | None = None
         for attempt in range(IDLE_TRIES):
@@ -115,7 +119,9 @@ class Access:
                     context.check_hostname = False
                     context.verify_mode = ssl.CERT_NONE
                 proxy = urllib.request.ProxyHandler(None if self.proxies is None else dict(self.proxies))
-                self._openers[trusted] = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), proxy)
+                self._openers[trusted] = urllib.request.build_opener(
+                    urllib.request.HTTPSHandler(context=context), proxy
+                )
             return self._openers[trusted]
 
     def _from_netrc(self, netloc: str) -> tuple[str, str] | None:
@@ -173,7 +179,9 @@ def _final(error: urllib.error.HTTPError, url: str) -> HyperqwenError:
     if error.code in (404, 410):
         return Absent(f"{shown}: HTTP {error.code}")
     if error.code in (401, 403, 407):
-        return UnsuitableError(f"{shown}: HTTP {error.code} {error.reason}", "give the index's login in its URL or in ~/.netrc")
+        return UnsuitableError(
+            f"{shown}: HTTP {error.code} {error.reason}", "give the index's login in its URL or in ~/.netrc"
+        )
     return UnsuitableError(f"{shown}: HTTP {error.code} {error.reason}", "try again later, or name another place")
 
 
@@ -227,7 +235,9 @@ def copy_checked(wanted: Wanted, source: Path, target: Path, stop: threading.Eve
             os.fsync(file.fileno())
         os.replace(temp, target)
     except OSError as error:
-        raise disk_error(error, target.parent) or UnsuitableError(f"{target}: {error.strerror}", "choose a writable folder") from None
+        raise disk_error(error, target.parent) or UnsuitableError(
+            f"{target}: {error.strerror}", "choose a writable folder"
+        ) from None
     finally:
         temp.unlink(missing_ok=True)
 
@@ -235,10 +245,12 @@ def copy_checked(wanted: Wanted, source: Path, target: Path, stop: threading.Eve
 class Download:
     """One file over HTTP into `part`, from where an earlier run stopped.
 
-    `moved(count, by_wire)` is called as bytes arrive; not by wire are those of an earlier run, or dropped ones (negative).
+    `moved(count, by_wire)` is called as bytes arrive; not by wire are those of an earlier run and dropped ones (< 0).
     """
 
-    def __init__(self, wanted: Wanted, access: Access, part: Path, stop: threading.Event, moved: Callable[[int, bool], None]) -> None:
+    def __init__(
+        self, wanted: Wanted, access: Access, part: Path, stop: threading.Event, moved: Callable[[int, bool], None]
+    ) -> None:
         self.wanted = wanted
         self.access = access
         self.part = part
@@ -250,14 +262,15 @@ class Download:
     def run(self, url: str) -> None:
         """Bring all of `url`; afterwards `part` is the pinned file.
 
-        Raises Absent, MismatchError (the part is removed), UnsuitableError (server unreachable, disk full: the part stays) or Stopped.
+        Raises Absent, MismatchError (the part is removed), Stopped, or UnsuitableError (server unreachable, disk full:
+        the part stays).
         """
         resumed = self._take_up()
         try:
             self._arrive(url)
             actual = self.digest.hexdigest()
             if actual != self.wanted.sha256 and resumed:
-                # The old part may come from a broken disk or another server: the whole file deserves one try of its own.
+                # The old part may be from a broken disk or another server: the file deserves one try from its start.
                 self._restart()
                 self._arrive(url)
                 actual = self.digest.hexdigest()
@@ -319,7 +332,9 @@ class Download:
                 break
             idle = 0 if self.at > before else idle + 1
             if idle == IDLE_TRIES:
-                raise unreachable(url, failure or ConnectionError(f"the connection closes at {self.at} of {self.wanted.size} bytes"))
+                raise unreachable(
+                    url, failure or ConnectionError(f"the connection closes at {self.at} of {self.wanted.size} bytes")
+                )
             if self.stop.wait(_pause(idle)):
                 raise Stopped
 
@@ -339,7 +354,11 @@ class Download:
                         return
                     if self.at + len(block) > self.wanted.size:
                         raise MismatchError(
-                            self.wanted.file, "size", f"{self.wanted.size} bytes", f"{self.at + len(block)} bytes or more", split_login(url)[0]
+                            self.wanted.file,
+                            "size",
+                            f"{self.wanted.size} bytes",
+                            f"{self.at + len(block)} bytes or more",
+                            split_login(url)[0],
                         )
                     self._write(out, block)
 
@@ -365,4 +384,6 @@ class Download:
             length = response.headers.get("Content-Length", "")
             declared = int(length) if length.isdigit() else None
         if declared is not None and declared != self.wanted.size:
-            raise MismatchError(self.wanted.file, "size", f"{self.wanted.size} bytes", f"{declared} bytes", split_login(url)[0])
+            raise MismatchError(
+                self.wanted.file, "size", f"{self.wanted.size} bytes", f"{declared} bytes", split_login(url)[0]
+            )

@@ -1,11 +1,14 @@
-"""Train a byte-level BPE vocabulary whose every step is decided by the text alone, and write it as tokenizer.json.
+"""Train a byte-level BPE vocabulary whose every step is decided by the text alone, and write it as
+tokenizer.json.
 
-The trainer of the tokenizers library breaks ties by the order of a hash map that threads fill, so its merges are not
-promised to be the same twice. Here the words are few (some hundreds), so plain Python counts all pairs again for every
-merge: the pair that occurs most often wins, and among equals the one that is smallest as a pair of strings.
+The trainer of the tokenizers library breaks ties by the order of a hash map that threads fill, so its merges
+are not promised to be the same twice. Here the words are few (some hundreds), so plain Python counts all
+pairs again for every merge: the pair that occurs most often wins, and among equals the one that is smallest
+as a pair of strings.
 
-Two alphabets are in play. *Text* is what a user writes. *Units* are text after byte-level mapping: one printable
-character per UTF-8 byte (a space is "Ġ", a line feed "Ċ"), which is how tokenizer.json spells its vocabulary.
+Two alphabets are in play. *Text* is what a user writes. *Units* are text after byte-level mapping: one
+printable character per UTF-8 byte (a space is "Ġ", a line feed "Ċ"), which is how tokenizer.json spells its
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -22,10 +25,11 @@ from hyperqwen.errors import BadInputError, VerificationError
 Pair = tuple[str, str]
 
 SPLIT = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Where words end: a word takes the one space before it, a digit stands alone, punctuation takes the line breaks after it.
+"""Where words end: a word takes the one space before it, a digit stands alone, punctuation takes the line
+breaks after it.
 
-The same boundaries as Qwen's, English contractions aside, so that the class that transformers picks for this model type
-and the generic one cut nano's text alike.
+The same boundaries as Qwen's, English contractions aside, so that the class that transformers picks for this
+model type and the generic one cut nano's text alike.
 """
 
 
@@ -33,8 +37,8 @@ and the generic one cut nano's text alike.
 class Special:
     """A token outside the vocabulary that is cut from the text before anything else.
 
-    `control` tokens are left out when text is decoded with special tokens skipped; the others (`<think>`, tool tags) are
-    part of the text, because a server's parsers read them there.
+    `control` tokens are left out when text is decoded with special tokens skipped; the others (`<think>`,
+    tool tags) are part of the text, because a server's parsers read them there.
     """
 
     content: str
@@ -59,7 +63,8 @@ class Vocabulary:
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 byte units by byte value: printable Latin-1 bytes are themselves, the others follow from U+0100 on."""
+    """The 256 byte units by byte value: printable Latin-1 bytes are themselves, the others follow from U+0100
+    on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
@@ -85,8 +90,8 @@ def split_words(text: str) -> list[str]:
 def train(words: Iterable[str], specials: Sequence[Special], limit: int) -> Vocabulary:
     """Merges until every word is one token.
 
-    `words` are in byte-level spelling; each counts once. `limit` bounds the vocabulary, special tokens included.
-    Raises BadInputError where the limit is reached before all words are whole.
+    `words` are in byte-level spelling; each counts once. `limit` bounds the vocabulary, special tokens
+    included. Raises BadInputError where the limit is reached before all words are whole.
     """
     alphabet = byte_alphabet()
     parts = {word: list(word) for word in sorted(set(words))}
@@ -94,7 +99,7 @@ def train(words: Iterable[str], specials: Sequence[Special], limit: int) -> Voca
     units = list(alphabet)
     known = set(units)
     while open_words := [pieces for pieces in parts.values() if len(pieces) > 1]:
-        counts = Counter(pair for pieces in open_words for pair in zip(pieces, pieces[1:], strict=False))
+        counts = Counter(pair for pieces in open_words for pair in pairwise(pieces))
         best = min(counts, key=lambda pair: (-counts[pair], pair))
         for pieces in open_words:
             _merge(pieces, best)
@@ -105,8 +110,8 @@ def train(words: Iterable[str], specials: Sequence[Special], limit: int) -> Voca
             units.append(joined)
         if len(units) + len(specials) > limit:
             raise BadInputError(
-                f"vocab_limit = {limit} is too small: {len(open_words)} of {len(parts)} words are not single tokens yet",
-                "raise vocab_limit, or shorten the cycles",
+                f"tokenizer.limit = {limit} is too small: {len(open_words)} of {len(parts)} words are in pieces",
+                "raise the limit, or shorten the cycles",
             )
     return Vocabulary(tuple(units), tuple(merges), tuple(specials))
 
@@ -114,22 +119,23 @@ def train(words: Iterable[str], specials: Sequence[Special], limit: int) -> Voca
 def tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """The vocabulary as a tokenizer of the tokenizers library."""
     ids = vocabulary.ids()
-    result = Tokenizer(models.BPE(vocab={unit: ids[unit] for unit in vocabulary.units}, merges=list(vocabulary.merges)))
+    result = Tokenizer(
+        models.BPE(vocab={unit: ids[unit] for unit in vocabulary.units}, merges=list(vocabulary.merges))
+    )
     result.normalizer = normalizers.NFC()
     result.pre_tokenizer = _pre_tokenizer()
     result.decoder = decoders.ByteLevel()
     result.add_tokens(
-        [AddedToken(s.content, special=s.control, normalized=False) for s in vocabulary.specials],
+        [AddedToken(s.content, special=s.control, normalized=False) for s in vocabulary.specials]
     )
     for special in vocabulary.specials:
         if result.token_to_id(special.content) != ids[special.content]:
-            raise VerificationError(
-                f"special token {special.content} has id {result.token_to_id(special.content)}, not {ids[special.content]}"
-            )
+            found, meant = result.token_to_id(special.content), ids[special.content]
+            raise VerificationError(f"the tokenizers library gave {special.content} id {found}, not {meant}")
     return result
 
 
-def _pre_tokenizer() -> Any:
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),

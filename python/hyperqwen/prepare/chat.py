@@ -23,7 +23,8 @@ def render(
 ) -> str:
     """The prompt text of a conversation; `switches` are what clients send as chat_template_kwargs.
 
-    Raises BadInputError with the template's own words where it refuses the conversation, or where it is not a template.
+    Raises BadInputError with the template's own words where it refuses the conversation, or where it is not a
+    template.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -39,7 +40,8 @@ def render(
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike Jinja's own filter this leaves <, > and & alone: the text is for a model and not for a browser."""
+    """Unlike Jinja's own filter this leaves <, > and & alone: the text is for a model and not for a
+    browser."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

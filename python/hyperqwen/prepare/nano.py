@@ -1,20 +1,22 @@
-"""Build nano, the checkpoint that ships with the repository: real architecture, a few MB, constructed from a seed.
+"""Build nano, the checkpoint that ships with the repository: real architecture, a few MB, constructed from a
+seed.
 
     python -m hyperqwen.prepare.nano --config prepare/nano.toml --out DIR
 
 How it is constructed (docs/nano.md explains what follows from it):
 
-* The text of `cycles.toml` is cut into tokens, each of which stands there once. Reading every cycle as a ring gives a
-  permutation of those tokens. A token of no cycle is an *alias* of one that is: same successor.
-* The embeddings of the permuted tokens are nearly orthogonal, an alias lies close to its original, and the output row of
-  the successor of t is the embedding of t divided by 4. With the layers silent, the model would be a look-up table.
-* Every layer has random weights and adds to the residual stream a vector that depends on the whole context. It is small
-  enough that the successor stays the most likely token, by a margin.
+* The text of `cycles.toml` is cut into tokens, each of which stands there once. Reading every cycle as a ring
+  gives a permutation of those tokens. A token of no cycle is an *alias* of one that is: same successor.
+* The embeddings of the permuted tokens are nearly orthogonal, an alias lies close to its original, and the
+  output row of the successor of t is the embedding of t divided by 4. With the layers silent, the model would
+  be a look-up table.
+* Every layer has random weights and adds to the residual stream a vector that depends on the whole context.
+  It is small enough that the successor stays the most likely token, by a margin.
 * The MTP head passes the embedding on in the same way, with noise so large that it is wrong now and then.
 
-Every byte is the same on every machine. Random numbers are SHAKE-256 output, which no library version changes; arithmetic
-is integer, or single IEEE operations on float64 with one explicit rounding to bfloat16; nothing that decides a weight goes
-through BLAS or libm.
+Every byte is the same on every machine. Random numbers are SHAKE-256 output, which no library version
+changes; arithmetic is integer, or single IEEE operations on float64 with one explicit rounding to bfloat16;
+nothing that decides a weight goes through BLAS or libm.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tokenizers import Tokenizer
 
-from hyperqwen.errors import BadInputError, HyperqwenError, UnsuitableError, VerificationError
+from hyperqwen.errors import BadInputError, HyperqwenError, UnsuitableError
 from hyperqwen.prepare import bpe, chat, quantize, tensors, truth
 from hyperqwen.prepare.truth import Truth
 
@@ -52,7 +54,15 @@ SPECIALS = (
     *(
         bpe.Special(f"<|{name}|>", control=True)
         for name in (
-            *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
+            *(
+                "endoftext",
+                "im_start",
+                "im_end",
+                "object_ref_start",
+                "object_ref_end",
+                "box_start",
+                "box_end",
+            ),
             *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
         )
     ),
@@ -61,7 +71,10 @@ SPECIALS = (
         bpe.Special(f"<|{name}|>", control=False)
         for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
     ),
-    *(bpe.Special(text, control=False) for text in ("<tool_response>", "</tool_response>", "<think>", "</think>")),
+    *(
+        bpe.Special(text, control=False)
+        for text in ("<tool_response>", "</tool_response>", "<think>", "</think>")
+    ),
 )
 """Qwen's special tokens in Qwen's order; they follow the vocabulary, as there."""
 
@@ -75,6 +88,16 @@ _GRID = 111
 
 _QUIET = 1 / 16
 """Root mean square of the output rows of tokens that are never predicted, before `HEAD_SCALE`."""
+
+_SHARPNESS = 2.0
+"""Mean of the query norm's factor: attention that looks at few positions does not average their values
+away."""
+
+_MLP_LEVEL, _GDN_LEVEL, _ATTENTION_LEVEL = 0.6, 0.53, 0.4
+"""Root mean square of what reaches an output projection, measured on this construction.
+
+They turn `layer_noise` into what a layer really adds; test_prepare_nano.py holds them to it.
+"""
 
 _VOCAB_MULTIPLE = 64
 _ANSWER_TOKENS = 32
@@ -128,18 +151,24 @@ class Geometry(_Strict):
             ("linear_num_value_heads", "linear_num_key_heads"),
         ):
             if getattr(self, whole) % getattr(self, part):
-                raise ValueError(f"{whole} = {getattr(self, whole)} is not a multiple of {part} = {getattr(self, part)}")
+                raise ValueError(
+                    f"{whole} = {getattr(self, whole)} is not a multiple of {part} = {getattr(self, part)}"
+                )
         if self.head_dim not in _CPU_HEAD_SIZES:
             raise ValueError(f"head_dim = {self.head_dim} is none of {', '.join(map(str, _CPU_HEAD_SIZES))}")
         for name in ("linear_key_head_dim", "linear_value_head_dim"):
             if getattr(self, name) != 128:
-                raise ValueError(f"{name} = {getattr(self, name)}: the CPU's Gated-DeltaNet kernels are made for 128")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}: the CPU's Gated-DeltaNet kernels are made for 128"
+                )
         return self
 
     def layer_types(self) -> list[str]:
         """`full_attention` for every `full_attention_interval`-th layer, else `linear_attention`."""
         every = self.full_attention_interval
-        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(self.num_hidden_layers)]
+        return [
+            "linear_attention" if (i + 1) % every else "full_attention" for i in range(self.num_hidden_layers)
+        ]
 
 
 class Construction(_Strict):
@@ -154,9 +183,7 @@ class Construction(_Strict):
 class Sampling(_Strict):
     """Defaults for generation_config.json."""
 
-    temperature: float = Field(ge=0)
-    top_p: float = Field(gt=0, le=1)
-    top_k: int = Field(ge=0)
+    temperature: float = Field(ge=0, le=2)
 
 
 class Config(_Strict):
@@ -216,13 +243,16 @@ def load_config(path: Path, embedding: Embedding | None = None) -> Config:
 def build(config: Config, base: Path, out: Path) -> Truth:
     """Write the model directory `out`; `base` is the folder that the configuration's files are relative to.
 
-    Everything is made in memory and written to a folder beside `out` that takes its name at the end, so that `out` is
-    whole or absent. Raises BadInputError where `out` exists or an input is wrong, UnsuitableError where writing fails.
+    Everything is made in memory and written to a folder beside `out` that takes its name at the end, so that
+    `out` is whole or absent. Raises BadInputError where `out` exists or an input is wrong, UnsuitableError
+    where writing fails.
     """
     if os.path.lexists(out):
         raise BadInputError(f"{out} exists already", "remove it, or give another --out")
     if not out.absolute().parent.is_dir():
-        raise BadInputError(f"{out.absolute().parent} is not a folder", "make it first, or give another --out")
+        raise BadInputError(
+            f"{out.absolute().parent} is not a folder", "make it first, or give another --out"
+        )
     texts = _parse(_Cycles, base / config.files.cycles).cycle
     prompts = _parse(_Prompts, base / config.files.prompts)
     template = _read(base / config.files.template)
@@ -245,9 +275,7 @@ def build(config: Config, base: Path, out: Path) -> Truth:
         "embedding": config.embedding,
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()},
         "stop_ids": [vocabulary.ids()[token] for token in (END_OF_TURN, END_OF_TEXT)],
-        "cycles": [
-            {"name": ring.name, "ids": list(ring.ids), "text": ring.text} for ring in rings
-        ],
+        "cycles": [{"name": ring.name, "ids": list(ring.ids), "text": ring.text} for ring in rings],
         "next": table.successor.tolist(),
         "prompts": [],
     }
@@ -259,7 +287,8 @@ def build(config: Config, base: Path, out: Path) -> Truth:
 
 
 def make_vocabulary(texts: Sequence[CycleText], config: TokenizerConfig) -> bpe.Vocabulary:
-    """A vocabulary in which each word of the cycles is one token, and one more where it stands without its space."""
+    """A vocabulary in which each word of the cycles is one token, and one more where it stands without its
+    space."""
     words: set[str] = {bpe.to_units(word) for word in config.words}
     for text in texts:
         for part in _without_specials(text.text):
@@ -272,8 +301,8 @@ def make_vocabulary(texts: Sequence[CycleText], config: TokenizerConfig) -> bpe.
 def make_rings(texts: Sequence[CycleText], tokenizer: Tokenizer) -> list[truth.Cycle]:
     """The cycles as token ids.
 
-    Raises BadInputError that names every token which stands twice, and every cycle that would read otherwise when it
-    follows itself.
+    Raises BadInputError that names every token which stands twice, and every cycle that would read otherwise
+    when it follows itself.
     """
     problems: list[str] = []
     rings: list[truth.Cycle] = []
@@ -284,11 +313,15 @@ def make_rings(texts: Sequence[CycleText], tokenizer: Tokenizer) -> list[truth.C
             problems.append(f"cycle {text.name}: its end and its start fuse into other tokens")
         for token in ids:
             if token in home:
-                problems.append(f"{tokenizer.id_to_token(token)!r} stands in cycle {home[token]} and again in {text.name}")
+                problems.append(
+                    f"{tokenizer.id_to_token(token)!r} stands in cycle {home[token]} and again in {text.name}"
+                )
             home[token] = text.name
         rings.append(truth.Cycle(text.name, tuple(ids), text.text))
     if not any(text.opening for text in texts):
-        problems.append("no cycle has opening = true, so a prompt that ends in an unknown word could not go on")
+        problems.append(
+            "no cycle has opening = true, so a prompt that ends in an unknown word could not go on"
+        )
     if END_OF_TURN not in {tokenizer.id_to_token(token) for token in home}:
         problems.append(f"no cycle holds {END_OF_TURN}, so no answer would ever end")
     if problems:
@@ -312,9 +345,10 @@ class Successors:
     def make(
         cls, vocabulary: bpe.Vocabulary, texts: Sequence[CycleText], rings: Sequence[truth.Cycle], seed: int
     ) -> Successors:
-        """Rings give the permutation. A special token outside takes the place of `<|im_end|>`, whose successor is the
-        line break that starts an answer; so does a role, which the template has a line break after. A word takes
-        the place of the same word with a space before it, and everything else that of some opening cycle's end.
+        """Rings give the permutation. A special token outside takes the place of `<|im_end|>`, whose
+        successor is the line break that starts an answer; so does a role, which the template has a line break
+        after. A word takes the place of the same word with a space before it, and everything else that of
+        some opening cycle's end.
         """
         ids = vocabulary.ids()
         follows = {a: b for ring in rings for a, b in zip(ring.ids, ring.ids[1:] + ring.ids[:1], strict=True)}
@@ -382,7 +416,7 @@ def codes(seed: int, count: int, width: int, coherence: float) -> NDArray[np.int
             if found == count:
                 return kept
     raise BadInputError(
-        f"construction.coherence = {coherence}: only {found} of {count} embeddings of width {width} can be that far apart",
+        f"construction.coherence = {coherence}: found only {found} of {count} embeddings that far apart",
         "raise coherence, or hidden_size",
     )
 
@@ -420,22 +454,30 @@ def weights(config: Config, table: Successors) -> dict[str, tensors.Array]:
         linear(prefix + "k_proj", shared, hidden)
         linear(prefix + "v_proj", shared, hidden)
         linear(prefix + "o_proj", hidden, queries, noise / _ATTENTION_LEVEL)
-        # Sharper than 1 + w around 1: attention that looks at few positions does not average its values away.
         norm(prefix + "q_norm", g.head_dim, _SHARPNESS - 1)
         norm(prefix + "k_norm", g.head_dim)
 
     def gated_delta_net(prefix: str, noise: float) -> None:
-        keys, values = g.linear_num_key_heads * g.linear_key_head_dim, g.linear_num_value_heads * g.linear_value_head_dim
+        keys, values = (
+            g.linear_num_key_heads * g.linear_key_head_dim,
+            g.linear_num_value_heads * g.linear_value_head_dim,
+        )
         channels = 2 * keys + values
         linear(prefix + "in_proj_qkv", channels, hidden)
         linear(prefix + "in_proj_z", values, hidden)
         linear(prefix + "in_proj_a", g.linear_num_value_heads, hidden)
         linear(prefix + "in_proj_b", g.linear_num_value_heads, hidden)
         taps = g.linear_conv_kernel_dim
-        put(prefix + "conv1d.weight", spread(config.seed, prefix + "conv1d", (channels, 1, taps), 1 / math.sqrt(taps)))
+        put(
+            prefix + "conv1d.weight",
+            spread(config.seed, prefix + "conv1d", (channels, 1, taps), 1 / math.sqrt(taps)),
+        )
         # A head keeps its state for about 1 / (1.3 e^A_log) tokens: from under one to a hundred and more.
         put(prefix + "A_log", uniform(config.seed, prefix + "A_log", (g.linear_num_value_heads,), -5.0, 0.5))
-        put(prefix + "dt_bias", uniform(config.seed, prefix + "dt_bias", (g.linear_num_value_heads,), 0.5, 1.5))
+        put(
+            prefix + "dt_bias",
+            uniform(config.seed, prefix + "dt_bias", (g.linear_num_value_heads,), 0.5, 1.5),
+        )
         norm(prefix + "norm", g.linear_value_head_dim, 1.0)
         linear(prefix + "out_proj", hidden, values, noise / _GDN_LEVEL)
 
@@ -456,20 +498,18 @@ def weights(config: Config, table: Successors) -> dict[str, tensors.Array]:
     return made
 
 
-# Root mean square of what reaches an output projection, measured on this construction; it turns `layer_noise` into what
-# a mixer really adds. python/tests/test_prepare_nano.py holds the sum of them to its target.
-_MLP_LEVEL = 0.6
-_GDN_LEVEL = 0.53
-_ATTENTION_LEVEL = 0.4
-_SHARPNESS = 2.0
-
-
 def _embedding_and_head(config: Config, table: Successors) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Embedding and output rows [vocabulary padded, hidden], exact in bfloat16 but for the aliases."""
-    tokens, hidden, spreading = len(table.original), config.geometry.hidden_size, config.construction.alias_spread
+    tokens, hidden, spreading = (
+        len(table.original),
+        config.geometry.hidden_size,
+        config.construction.alias_spread,
+    )
     padded = -(-tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     embedding = np.zeros((padded, hidden))
-    embedding[table.ringed] = codes(config.seed, len(table.ringed), hidden, config.construction.coherence) / 64
+    embedding[table.ringed] = (
+        codes(config.seed, len(table.ringed), hidden, config.construction.coherence) / 64
+    )
     own = spread(config.seed, "alias embedding", (tokens, hidden), spreading)
     near = math.sqrt(1 - spreading * spreading) * embedding[table.original] + own
     aliases = np.flatnonzero(table.original != np.arange(tokens))
@@ -483,8 +523,9 @@ def _embedding_and_head(config: Config, table: Successors) -> tuple[NDArray[np.f
 def model_config(config: Config, vocabulary: bpe.Vocabulary) -> dict[str, Any]:
     """config.json.
 
-    Every field is given, because the defaults of the configuration class are another model's. `rope_parameters` has no
-    mrope fields: with them vLLM 0.31.0 hands the drafter of a text-only model positions of the wrong shape.
+    Every field is given, because the defaults of the configuration class are another model's.
+    `rope_parameters` has no mrope fields: with them vLLM 0.31.0 hands the drafter of a text-only model
+    positions of the wrong shape.
     """
     ids = vocabulary.ids()
     result: dict[str, Any] = {
@@ -520,8 +561,8 @@ def generation_config(config: Config, vocabulary: bpe.Vocabulary) -> dict[str, A
     """generation_config.json: an answer ends at the end of the turn or of the text."""
     ids = vocabulary.ids()
     return {
-        "do_sample": True,
-        **config.sampling.model_dump(),
+        "do_sample": config.sampling.temperature > 0,
+        "temperature": config.sampling.temperature,
         "eos_token_id": [ids[END_OF_TURN], ids[END_OF_TEXT]],
         "pad_token_id": ids[END_OF_TEXT],
     }
@@ -550,7 +591,8 @@ def _cases(prompts: _Prompts, rings: Iterable[truth.Cycle]) -> list[dict[str, An
     ]
     completions = [{"name": c.name, "kind": "completion", "prompt": c.prompt} for c in prompts.completion]
     chats = [
-        {"name": c.name, "kind": "chat", "thinking": c.thinking, "messages": list(c.messages)} for c in prompts.chat
+        {"name": c.name, "kind": "chat", "thinking": c.thinking, "messages": list(c.messages)}
+        for c in prompts.chat
     ]
     return quotes + completions + chats
 
@@ -558,8 +600,8 @@ def _cases(prompts: _Prompts, rings: Iterable[truth.Cycle]) -> list[dict[str, An
 def _with_answer(case: dict[str, Any], template: str, tokenizer: Tokenizer, known: Truth) -> dict[str, Any]:
     """The case with prompt_ids, answer_ids (stop token included) and answer (without it).
 
-    A quote's answer is as long as its prompt. A chat's answer comes also in the two parts that a server with a reasoning
-    parser gives: `reasoning`, null unless the think block was left open, and `content`.
+    A quote's answer is as long as its prompt. A chat's answer comes also in the two parts that a server with
+    a reasoning parser gives: `reasoning`, null unless the think block was left open, and `content`.
     """
     if case["kind"] == "chat":
         text = chat.render(template, case["messages"], enable_thinking=case["thinking"])
@@ -638,7 +680,9 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
         folder = None
         _sync_folder(out.absolute().parent)
     except OSError as error:
-        raise UnsuitableError(f"{out}: cannot be written: {error.strerror}", "free space or permissions there") from error
+        raise UnsuitableError(
+            f"{out}: cannot be written: {error.strerror}", "free space or permissions there"
+        ) from error
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -654,7 +698,9 @@ def _sync_folder(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the derivation; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hyperqwen.prepare.nano", description="Build the nano checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m hyperqwen.prepare.nano", description="Build the nano checkpoint."
+    )
     parser.add_argument("--config", type=Path, required=True, help="prepare/nano.toml")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist")
     parser.add_argument("--embedding", choices=("bf16", "int8"), help="instead of the configuration's")

@@ -2,13 +2,14 @@
 
 A weight [rows, columns] becomes three tensors:
 
-    weight_packed  int32 [rows, columns / 4]   four values of a row per word, first value in the lowest byte, each + 128
-    weight_scale   bf16  [rows, columns / group]
-    weight_shape   int64 [2]                   rows, columns
+    weight_packed  int32 [rows, columns / 4]   four values of a row per word, first value in the lowest byte,
+    each + 128 weight_scale   bf16  [rows, columns / group] weight_shape   int64 [2]                   rows,
+    columns
 
-with value = (byte - 128) * scale. The rule is symmetric round-to-nearest: scale = max|w| / 127 over the group, at least
-1e-10, and q = clamp(round-half-even(w / scale), -128, 127). The division uses the float32 scale; only its stored copy is
-rounded to bfloat16, as in the published 27B checkpoints whose embedding is int8.
+with value = (byte - 128) * scale. The rule is symmetric round-to-nearest: scale = max|w| / 127 over the
+group, at least 1e-10, and q = clamp(round-half-even(w / scale), -128, 127). The division uses the float32
+scale; only its stored copy is rounded to bfloat16, as in the published 27B checkpoints whose embedding is
+int8.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def tensors(prefix: str, weight: NDArray[np.float32], group: int = GROUP) -> dic
 
 
 def config(target: str, group: int = GROUP) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint in which only the modules that match `target` are quantized."""
+    """The `quantization_config` of a checkpoint in which only the modules that match `target` are
+    quantized."""
     weights = {
         "num_bits": BITS,
         "type": "int",

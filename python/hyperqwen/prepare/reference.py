@@ -1,9 +1,9 @@
 """Forward pass of the hybrid architecture in plain NumPy: what a checkpoint means, one sequence at a time.
 
-For small models and tests. Weights are the stored ones widened to float32, all arithmetic is float32, and the gated
-delta rule is the recurrence itself, token by token. Shapes in the comments: T tokens, H hidden, V vocabulary rows,
-D head size; N and K are query and key-value heads of full attention, Hk and Hv key and value heads of a
-Gated-DeltaNet layer.
+For small models and tests. Weights are the stored ones widened to float32, all arithmetic is float32, and the
+gated delta rule is the recurrence itself, token by token. Shapes in the comments: T tokens, H hidden, V
+vocabulary rows, D head size; N and K are query and key-value heads of full attention, Hk and Hv key and value
+heads of a Gated-DeltaNet layer.
 
     model = Reference.load(directory)
     hidden, logits = model.forward([3, 14, 15])       # [T, H] after the final norm, [T, V]
@@ -42,7 +42,8 @@ def silu(x: Floats) -> Floats:
 
 def softplus(x: Floats) -> Floats:
     """log(1 + e^x)."""
-    return np.logaddexp(x, np.float32(0))
+    result: Floats = np.logaddexp(x, np.float32(0))
+    return result
 
 
 def rms(x: Floats, epsilon: float) -> Floats:
@@ -59,7 +60,8 @@ def softmax(x: Floats) -> Floats:
 
 
 def rotate(x: Floats, positions: NDArray[np.int64], theta: float, size: int) -> Floats:
-    """Rotary embedding of the first `size` of D dimensions of x [T, heads, D]; pairs are (i, i + size / 2)."""
+    """Rotary embedding of the first `size` of D dimensions of x [T, heads, D]; pairs are (i, i + size /
+    2)."""
     half = size // 2
     frequencies = theta ** (-np.arange(half, dtype=np.float64) / half)
     angles = positions[:, None] * frequencies
@@ -81,9 +83,9 @@ def causal_convolution(x: Floats, kernel: Floats) -> Floats:
 def delta_rule(q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats) -> Floats:
     """The gated delta rule from an empty state.
 
-    q, k [T, heads, Dk] of length 1, q also divided by sqrt(Dk); v [T, heads, Dv]; decay and beta [T, heads] in (0, 1].
-    Per token: the state [heads, Dk, Dv] decays, forgets what it holds under k, learns v there, and is read with q.
-    Returns [T, heads, Dv].
+    q, k [T, heads, Dk] of length 1, q also divided by sqrt(Dk); v [T, heads, Dv]; decay and beta [T, heads]
+    in (0, 1]. Per token: the state [heads, Dk, Dv] decays, forgets what it holds under k, learns v there, and
+    is read with q. Returns [T, heads, Dv].
     """
     steps, heads, width = v.shape
     state = np.zeros((heads, k.shape[2], width), np.float32)
@@ -105,7 +107,8 @@ class Reference:
 
     @classmethod
     def load(cls, directory: Path) -> Reference:
-        """Read config.json and model.safetensors. Raises VerificationError where they are not such a model's."""
+        """Read config.json and model.safetensors. Raises VerificationError where they are not such a
+        model's."""
         config = json.loads((directory / "config.json").read_text())
         stored = tensors.read(directory / "model.safetensors")
         weights: dict[str, Floats] = {}
@@ -117,7 +120,9 @@ class Reference:
                 weights[name] = tensors.as_float(array)
         model_type = config.get("model_type")
         if model_type != "qwen3_5_text":
-            raise VerificationError(f"{directory}/config.json: model_type is {model_type!r}, this reads 'qwen3_5_text'")
+            raise VerificationError(
+                f"{directory}/config.json: model_type is {model_type!r}, this reads 'qwen3_5_text'"
+            )
         return cls(config, weights)
 
     def forward(self, ids: Sequence[int]) -> tuple[Floats, Floats]:
@@ -134,11 +139,12 @@ class Reference:
         return result
 
     def draft(self, ids: Sequence[int], hidden: Floats, count: int) -> list[int]:
-        """Greedy proposals of the MTP head after `ids` [T], given the target's hidden states of all but the last id.
+        """Greedy proposals of the MTP head after `ids` [T], given the target's hidden states of all but the
+        last id.
 
-        The head sees, at each position, the *next* token's embedding and the hidden state there; a further proposal
-        takes the head's own output for the hidden state that the target has not computed yet. As an engine does it,
-        the positions are those of the hidden states.
+        The head sees, at each position, the *next* token's embedding and the hidden state there; a further
+        proposal takes the head's own output for the hidden state that the target has not computed yet. As an
+        engine does it, the positions are those of the hidden states.
         """
         states = hidden[: len(ids) - 1]
         tokens = list(ids)
@@ -150,7 +156,9 @@ class Reference:
 
     def mtp(self, next_ids: Sequence[int], hidden: Floats) -> Floats:
         """Output [T, H] of the MTP head for next tokens [T] and hidden states [T, H], positions from 0."""
-        embedding = self._norm(self.weights["model.embed_tokens.weight"][list(next_ids)], "mtp.pre_fc_norm_embedding")
+        embedding = self._norm(
+            self.weights["model.embed_tokens.weight"][list(next_ids)], "mtp.pre_fc_norm_embedding"
+        )
         x = self._linear(
             np.concatenate([embedding, self._norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1), "mtp.fc"
         )
@@ -169,7 +177,9 @@ class Reference:
         steps, size = len(x), c["head_dim"]
         heads, shared = c["num_attention_heads"], c["num_key_value_heads"]
         prefix += "self_attn."
-        q, gate = np.split(self._linear(x, prefix + "q_proj").reshape(steps, heads, 2 * size), 2, axis=-1)  # [T, N, D]
+        q, gate = np.split(
+            self._linear(x, prefix + "q_proj").reshape(steps, heads, 2 * size), 2, axis=-1
+        )  # [T, N, D]
         k = self._linear(x, prefix + "k_proj").reshape(steps, shared, size)  # [T, K, D]
         v = self._linear(x, prefix + "v_proj").reshape(steps, shared, size)
         rope = c["rope_parameters"]

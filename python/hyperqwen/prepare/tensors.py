@@ -1,8 +1,9 @@
 """Arrays as checkpoints store them: bfloat16 by explicit rounding, safetensors files byte for byte.
 
-NumPy has no bfloat16. Here a bfloat16 array is the `uint16` array of its bit patterns, so `uint16` never means anything
-else; the other dtypes are themselves. The file is written by hand and not by the safetensors library, whose Python entry
-points that take raw bytes have changed shape between releases: the bytes of a derivation must not follow them.
+NumPy has no bfloat16. Here a bfloat16 array is the `uint16` array of its bit patterns, so `uint16` never
+means anything else; the other dtypes are themselves. The file is written by hand and not by the safetensors
+library, whose Python entry points that take raw bytes have changed shape between releases: the bytes of a
+derivation must not follow them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _MAX_HEADER = 100_000_000
 def to_bf16(values: Array) -> NDArray[np.uint16]:
     """Round to bfloat16, nearest and ties to even; returns bit patterns.
 
-    float64 input is rounded to float32 first, which is again nearest-even: the result is the same on every machine.
-    Raises ValueError for values that are not finite.
+    float64 input is rounded to float32 first, which is again nearest-even: the result is the same on every
+    machine. Raises ValueError for values that are not finite.
     """
     single = np.ascontiguousarray(values, dtype=np.float32)
     if not np.isfinite(single).all():
@@ -67,7 +68,11 @@ def encode(tensors: Mapping[str, Array]) -> bytes:
         if code is None:
             raise ValueError(f"{name}: dtype {array.dtype} is not written here")
         raw = array.astype(_CODES[code]).tobytes()
-        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [offset, offset + len(raw)]}
+        header[name] = {
+            "dtype": code,
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + len(raw)],
+        }
         payload.append(raw)
         offset += len(raw)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -82,14 +87,18 @@ def decode(data: bytes, source: str) -> dict[str, Array]:
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(_MAX_HEADER, len(data) - 8):
-        raise VerificationError(f"{source}: {len(data)} bytes are too few for a safetensors header of {length} bytes")
+        raise VerificationError(
+            f"{source}: {len(data)} bytes are too few for a safetensors header of {length} bytes"
+        )
     try:
         header = json.loads(data[8 : 8 + length])
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         payload = memoryview(data)[8 + length :]
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if end != len(payload):
-            raise VerificationError(f"{source}: the header promises {end} bytes of tensors, the file holds {len(payload)}")
+            raise VerificationError(
+                f"{source}: the header promises {end} bytes of tensors, the file holds {len(payload)}"
+            )
         tensors: dict[str, Array] = {}
         for name, entry in entries.items():
             start, stop = entry["data_offsets"]
