@@ -21,6 +21,9 @@ let
     root = repository;
   };
 
+  # One of our own commands that checks the repository.
+  command = name: arguments: check name outputs.hyperqwen ../checks/command.py { root = repository; inherit arguments; };
+
   engineTests = testEnvironment outputs.engine-cpu;
 
   nano = {
@@ -38,10 +41,10 @@ in
 {
   unit = pytest "unit" outputs.hyperqwen [ "python/tests" ] { };
   lint = check "lint" outputs.hyperqwen ../checks/lint.py { root = repository; };
-  docs = check "docs" outputs.hyperqwen ../checks/docs.py { root = repository; };
+  docs = command "docs" [ "docs" "check" ];
   hosts = check "hosts" outputs.hyperqwen ../checks/hosts.py { root = repository; };
-  pins = check "pins" outputs.hyperqwen ../checks/pins.py { root = repository; };
-  patches = check "patches" outputs.hyperqwen ../checks/patches.py { root = repository; tree = outputs.vllm-source; };
+  pins = command "pins" [ "pins" "check" ];
+  patches = command "patches" [ "patches" "check" "--tree" "${outputs.vllm-source}/site" ];
 
   imports-tools = check "imports-tools" outputs.hyperqwen ../checks/imports.py { allowed = { }; extra = [ ]; };
   imports-cpu = check "imports-cpu" outputs.engine-cpu ../checks/imports.py {

@@ -83,9 +83,7 @@ def test_each_worker_binds_one_thread_a_core_of_its_node(monkeypatch: pytest.Mon
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            local_world_size=2, data_parallel_rank_local=None, _api_process_count=1
-        ),
+        parallel_config=SimpleNamespace(local_world_size=2, data_parallel_rank_local=None, _api_process_count=1),
         kv_transfer_config=None,
     )
 

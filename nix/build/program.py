@@ -19,6 +19,6 @@ with open(f"{out}/bin/{name}", "w") as file:
         "import os\n\n"
         "from hyperqwen.cli import main\n\n"
         f'os.environ["HYPERQWEN_{name.upper()}_CONFIG"] = "{out}/config.json"\n'
-        f'main(["{name}", *__import__("sys").argv[1:]], prog_name="{name}")\n'
+        f'main(["{name}", *__import__("sys").argv[1:]], prog_name="hyperqwen")\n'
     )
 os.chmod(f"{out}/bin/{name}", 0o755)

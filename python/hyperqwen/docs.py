@@ -161,24 +161,19 @@ def patch_table(root: Path) -> str:
             [
                 f"[{entry.name[:4]}](../patches/{entry.name})",
                 header.kind,
-                f"{header.subject}. {_sentence(header.reason)}",
-                "<br>".join(f"`{file.path}`" for file in entry.patch.files),
+                header.subject,
+                header.reason,
                 "<br>".join(f"`{seam}`" for seam in header.seams) or "none",
                 header.upstream,
                 header.retires,
-                "<br>".join(f"`{test}`" for test in header.tests),
             ]
         )
     if not rows:
         return "The series is empty."
     return table(
-        ["Patch", "Kind", "What and why", "Touches", "Hands over to", "Upstream", "Retires when", "Test"],
+        ["Patch", "Kind", "What it does", "Why", "Hands over to", "Upstream", "Retires when"],
         rows,
     )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 @generator("cli-help")

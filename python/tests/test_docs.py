@@ -59,10 +59,10 @@ def run(root: Path, *arguments: str) -> Result:
 
 BEGIN, END = "<!-- generated: patch-table -->", "<!-- end generated -->"
 TABLE = [
-    "| Patch | Kind | What and why | Touches | Hands over to | Upstream | Retires when | Test |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    "| [0001](../patches/0001-count.patch) | fix | count the processors. Lscpu \\| grep needs a shell. "
-    "| `vllm/a.py`<br>`vllm/b.py` | none | none known | upstream reads /sys | `checks/test_x.py` |",
+    "| Patch | Kind | What it does | Why | Hands over to | Upstream | Retires when |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+    "| [0001](../patches/0001-count.patch) | fix | count the processors | lscpu \\| grep needs a shell "
+    "| none | none known | upstream reads /sys |",
 ]
 
 

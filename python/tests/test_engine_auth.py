@@ -140,6 +140,12 @@ def test_root_path_is_removed_as_the_router_removes_it(path: str, expected: int)
     assert status(Server().ask(path, root_path="/llm")) == expected
 
 
+@pytest.mark.parametrize("root", ["/", "/hea", "/llm/"])
+def test_root_path_that_does_not_end_at_a_slash_is_not_removed(root: str) -> None:
+    assert status(Server().ask("/health", root_path=root)) == PASSED
+    assert status(Server().ask(root + "health", root_path=root)) == (PASSED if root == "/" else 401)
+
+
 def test_root_path_that_is_itself_an_open_path_opens_nothing() -> None:
     assert status(Server().ask("/health", root_path="/health")) == 401
     assert status(Server().ask("/health/v1/models", root_path="/health")) == 401

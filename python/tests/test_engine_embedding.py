@@ -69,9 +69,7 @@ def test_four_bits() -> None:
         ({}, {"output_activations": "int8"}, 128, "output_activations is 'int8', not None"),
     ],
 )
-def test_a_scheme_that_is_not_served(
-    weights: dict[str, Any], rest: dict[str, Any], hidden: int, message: str
-) -> None:
+def test_a_scheme_that_is_not_served(weights: dict[str, Any], rest: dict[str, Any], hidden: int, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_scheme(NAME, scheme(weights, **rest), hidden)
 
@@ -111,9 +109,7 @@ def test_other_checkpoints_keep_vllm_s_embedding(quant_config: Any) -> None:
     config = SimpleNamespace(
         quant_config=quant_config,
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(
-                hidden_size=128, tie_word_embeddings=True, mtp_use_dedicated_embeddings=True
-            )
+            hf_text_config=SimpleNamespace(hidden_size=128, tie_word_embeddings=True, mtp_use_dedicated_embeddings=True)
         ),
     )
 
@@ -126,8 +122,6 @@ def test_importing_the_seam_needs_neither_torch_nor_vllm() -> None:
     code = "import sys; sys.modules.update(torch=None, vllm=None); import hyperqwen.engine.embedding"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr

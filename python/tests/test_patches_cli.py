@@ -70,7 +70,7 @@ def test_from_an_edit_to_a_checked_series(box: Path) -> None:
 
     result = run("check", "--tree", box / "result")
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("1 patches apply exactly")
+    assert result.stdout.startswith("1 of 1 patches apply exactly")
     assert json.loads(run("check", "--tree", box / "result", "--json").stdout) == {"patches": 1, "problems": []}
 
     result = run("apply", "--tree", box / "result", "--out", box / "patched")

@@ -155,6 +155,31 @@ def test_an_edit_where_the_series_has_one_needs_a_patched_copy(box: Box) -> None
     assert box.result()["vllm/a.py"] == A.replace(b"a10\n", b"A10\n").replace(b"a11\n", b"A11\n")
 
 
+@pytest.mark.parametrize("patched_copy", [False, True])
+def test_every_file_of_the_series_edited(box: Box, patched_copy: bool) -> None:
+    """No file is left as it was that would show which tree the copy was made from."""
+    copy = box.copy("one")
+    edit(copy, "vllm/a.py", b"a10\n", b"A10\n")
+    box.new("one", copy)
+    copy = box.copy("two", patched=patched_copy)
+    content = (copy / "vllm/a.py").read_bytes()
+    (copy / "vllm/a.py").write_bytes(content.replace(b"a30\n", b"A30\nA31\nA32\n").replace(b"a50\n", b""))
+    box.new("two", copy)
+    expected = A.replace(b"a10\n", b"A10\n").replace(b"a30\n", b"A30\nA31\nA32\n").replace(b"a50\n", b"")
+    assert box.result() == {"vllm/a.py": expected}
+
+
+def test_a_copy_that_could_be_either_is_refused(box: Box) -> None:
+    copy = box.copy("one")
+    edit(copy, "vllm/a.py", b"a10\n", b"A10\n")
+    box.new("one", copy)
+    copy = box.copy("two")
+    edit(copy, "vllm/a.py", b"a10\n", b"AA10\n")
+    with pytest.raises(EditError, match="cannot tell whether the edited copy has the series applied"):
+        box.new("two", copy)
+    assert sorted(path.name for path in box.patches.iterdir()) == ["0001-one.patch", "series"]
+
+
 def test_what_a_patch_cannot_carry_is_named_in_full(box: Box) -> None:
     copy = box.copy("copy")
     edit(copy, "vllm/a.py", b"a30\n", b"A30\r\n")

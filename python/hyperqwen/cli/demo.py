@@ -8,12 +8,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from hyperqwen.runtime.client import Client, Reply
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 STAGES = {
     "import": "importing the engine",
@@ -188,8 +190,10 @@ def _example(url: str, model: str, key: bool) -> str:
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n  -d {shlex.quote(body)}"
 
 
-def _environment(name: str) -> str:
-    return f"HYPERQWEN_DEMO_{name}"
+def _option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """An option with a twin in the environment, which the help and every error about its value name."""
+    twin = "HYPERQWEN_DEMO_" + names[0].removeprefix("--").replace("-", "_").upper()
+    return click.option(*names, envvar=twin, show_envvar=True, **settings)
 
 
 @click.command(context_settings={"show_default": True})
@@ -197,48 +201,27 @@ def _environment(name: str) -> str:
     "--once", metavar="TEXT", help="Start, answer TEXT, print the answer alone on stdout, stop. '-' reads stdin."
 )
 @click.option("--complete", is_flag=True, help="With --once: go on after TEXT instead of answering it.")
-@click.option("--port", type=click.IntRange(1, 65535), envvar=_environment("PORT"), help="TCP port.  [default: 18020]")
-@click.option("--host", envvar=_environment("HOST"), help="Address to listen on.  [default: 127.0.0.1]")
-@click.option(
+@_option("--port", type=click.IntRange(1, 65535), help="TCP port; the profile says 18020.")
+@_option("--host", help="Address to listen on; the profile says 127.0.0.1.")
+@_option(
     "--api-key-file",
     type=click.Path(path_type=Path),
-    envvar=_environment("API_KEY_FILE"),
-    help="File with the key that clients must send; HYPERQWEN_API_KEY may hold the key itself.",
+    help="File with the key that clients must send. HYPERQWEN_API_KEY may hold the key itself.",
 )
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    envvar=_environment("MAX_TOKENS"),
-    help="Longest answer of --once.  [default: 64]",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(1),
-    default=300,
-    envvar=_environment("TIMEOUT"),
-    help="Seconds until the first token.",
-)
-@click.option(
+@_option("--max-tokens", type=click.IntRange(1), help="Longest answer of --once; the profile says 64.")
+@_option("--timeout", type=click.FloatRange(1), default=300, help="Seconds until the first answer.")
+@_option(
     "--cache-dir",
     type=click.Path(path_type=Path),
-    envvar=_environment("CACHE_DIR"),
-    help="Folder for caches and the log.  [default: hyperqwen in the XDG cache and state folders]",
+    help="Folder for caches and the log, in place of hyperqwen/ in the XDG cache and state folders.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, envvar=_environment("JSON"), help="Print one JSON object instead of text."
-)
-@click.option(
-    "--verbose",
-    is_flag=True,
-    envvar=_environment("VERBOSE"),
-    help="Show the engine's log instead of keeping it in a file.",
-)
-@click.option(
+@_option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@_option("--verbose", is_flag=True, help="Show the engine's log instead of keeping it in a file.")
+@_option(
     "--config",
     type=click.Path(path_type=Path),
-    envvar=_environment("CONFIG"),
     required=True,
-    help="JSON file that says where the engine and the model are; the wrapper of `nix run .#demo` gives it.",
+    help="JSON file that says where the engine and the model are; the program that Nix builds sets it.",
 )
 def command(
     once: str | None,
@@ -254,8 +237,6 @@ def command(
     config: Path,
 ) -> None:
     """Serve nano, the model that ships with hyperqwen, on this machine's processor (OpenAI API).
-
-    Every option but --once, --complete and --config can also be set as HYPERQWEN_DEMO_NAME in the environment.
 
     The server stops on ctrl-C or SIGTERM. That is exit 0 once it serves; before that, and with --once, it is 130
     (143 for SIGTERM), because what was asked for was not done.
@@ -407,5 +388,7 @@ class _Run:
                 )
             )
             return
-        click.echo(f"{model} answers at {self.url}/v1 (ready after {seconds:.1f} s; ctrl-C stops it)\n")
-        click.echo(_example(self.url, model, self.key is not None))
+        click.echo(
+            f"{model} answers at {self.url}/v1 (ready after {seconds:.1f} s; ctrl-C stops it)\n\n"
+            + _example(self.url, model, self.key is not None)
+        )

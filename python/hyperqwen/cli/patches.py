@@ -130,7 +130,8 @@ def check(tree: Path, repo: Path | None, as_json: bool) -> None:
     if problems:
         raise _refuse(problems, VerificationError)
     if not as_json:
-        click.echo(f"{len(series.entries)} patches apply exactly, can be taken back, compile and name what exists")
+        click.echo(f"{len(series.entries)} of {len(series.entries)} patches apply exactly, go back and compile")
+        click.echo("every seam and every test that they name exists")
 
 
 @command.command()

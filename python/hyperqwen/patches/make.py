@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -237,9 +237,8 @@ def edits(
 ) -> dict[str, tuple[bytes | None, bytes | None]]:
     """What an edited copy adds to the series: path to content before (series applied) and after.
 
-    The copy may have been made from the tree with the series or without it. It was made without if a file
-    that the series changes still has its pristine bytes; edits to such files are then moved onto the patched
-    ones.
+    The copy may have been made from the tree with the series or without it (see `holds_series`). Without, edits to
+    files that the series changes too are moved onto the patched ones.
 
     Raises:
         EditError: for changed files that a patch cannot carry, with all of them named.
@@ -247,7 +246,7 @@ def edits(
     read_edited = tree_reader(edited)
     touched = {file.path for patch in series.patches for file in patch.files}
     paths = set(tree_files(tree)) | set(tree_files(edited)) | touched
-    without_series = any(read_edited(path) == pristine(path) != base(path) for path in touched)
+    without_series = not holds_series(touched, pristine, base, read_edited)
     refused: list[str] = []
     changes: dict[str, tuple[bytes | None, bytes | None]] = {}
     for path in sorted(paths):
@@ -277,6 +276,29 @@ def edits(
         shown = refused[:_SHOWN] + [f"and {len(refused) - _SHOWN} more"] * (len(refused) > _SHOWN)
         raise EditError(f"{edited} has changes that a patch cannot carry:\n  " + "\n  ".join(shown))
     return changes
+
+
+def holds_series(touched: Collection[str], pristine: Reader, base: Reader, edited: Reader) -> bool:
+    """Whether an edited copy was made with the series: fewer lines then differ from `base` than from `pristine`.
+
+    Raises:
+        EditError: if as many differ from both, so that the copy could be either.
+    """
+    with_series = without = 0
+    for path in touched:
+        before, after, now = (split_lines(read(path) or b"") for read in (pristine, base, edited))
+        with_series += _distance(after, now)
+        without += _distance(before, now)
+    if with_series == without and any(pristine(path) != base(path) for path in touched):
+        raise EditError(
+            "cannot tell whether the edited copy has the series applied",
+            "make the copy with 'hyperqwen patches apply --tree TREE --out COPY' and edit that",
+        )
+    return with_series <= without
+
+
+def _distance(old: list[bytes], new: list[bytes]) -> int:
+    return sum(b - a + d - c for tag, a, b, c, d in _opcodes(old, new) if tag != "equal")
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -655,7 +655,8 @@ def build_parser(prog: str = "hyperqwen fetch") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Bring the pinned files that the Nix store lacks; verified by size and sha256, resumable.",
-        epilog="groups: " + "; ".join(f"{name} ({what})" for name, what in GROUPS.items()),
+        epilog="groups:\n" + "\n".join(f"  {name:<22}{what}" for name, what in GROUPS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="groups to bring (default: all)")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hyperqwen.errors import HyperqwenError, UnsuitableError, VerificationError
+from hyperqwen.errors import HyperqwenError, MissingError, UnsuitableError, VerificationError
 
 CHUNK = 256 * 1024
 IDLE_TRIES = 5
@@ -34,7 +34,7 @@ class Stopped(Exception):
     """The run is ending (ctrl-C, or another file's fatal error); what has arrived stays for the next run."""
 
 
-class Absent(HyperqwenError):
+class Absent(MissingError):
     """The place does not have the file (HTTP 404, no such local file); another may."""
 
 
@@ -349,7 +349,8 @@ class Download:
                 while True:
                     if self.stop.is_set():
                         raise Stopped
-                    block = response.read(CHUNK)
+                    # read1 takes what is there, so that a slow line still shows progress and keeps it when stopped.
+                    block = response.read1(CHUNK)
                     if not block:
                         return
                     if self.at + len(block) > self.wanted.size:

@@ -110,7 +110,7 @@ def train(words: Iterable[str], specials: Sequence[Special], limit: int) -> Voca
             units.append(joined)
         if len(units) + len(specials) > limit:
             raise BadInputError(
-                f"tokenizer.limit = {limit} is too small: {len(open_words)} of {len(parts)} words are in pieces",
+                f"tokenizer.limit = {limit} is too small: {len(open_words)} of {len(parts)} words in pieces",
                 "raise the limit, or shorten the cycles",
             )
     return Vocabulary(tuple(units), tuple(merges), tuple(specials))

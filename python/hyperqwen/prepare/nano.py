@@ -482,10 +482,11 @@ def weights(config: Config, table: Successors) -> dict[str, tensors.Array]:
         linear(prefix + "out_proj", hidden, values, noise / _GDN_LEVEL)
 
     embedding, head = _embedding_and_head(config, table)
+    put("model.embed_tokens.weight", embedding)
     if config.embedding == "int8":
-        made |= quantize.tensors("model.embed_tokens", embedding.astype(np.float32))
-    else:
-        put("model.embed_tokens.weight", embedding)
+        # From the rounded weights, as any quantizer of the bfloat16 checkpoint would have them.
+        rounded = tensors.from_bf16(made.pop("model.embed_tokens.weight"))
+        made |= quantize.tensors("model.embed_tokens", rounded)
     put("lm_head.weight", head)
     for index, kind in enumerate(g.layer_types()):
         block(f"model.layers.{index}.", kind, c.layer_noise)

@@ -32,7 +32,8 @@ _L2_EPSILON = np.float32(1e-6)
 
 def sigmoid(x: Floats) -> Floats:
     """1 / (1 + e^-x), through tanh so that no x overflows."""
-    return np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))
+    result: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))
+    return result
 
 
 def silu(x: Floats) -> Floats:

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperqwen.errors import UnsuitableError
+from hyperqwen.runtime import ports
+from hyperqwen.runtime.engine import Engine, EngineError
+from tests import fake_engine
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def begin(**behaviour: Any) -> Engine:
+        engine = Engine.start(
+            fake_engine.write(tmp_path, **behaviour),
+            ["--model", "m"],
+            {"ONLY": "this"},
+            listener=ports.claim("127.0.0.1", 0),
+            folder=tmp_path,
+            log=tmp_path / "log",
+        )
+        engines.append(engine)
+        return engine
+
+    yield begin
+    for engine in engines:
+        engine.stop(0.1)
+
+
+def stages_until(engine: Engine, last: str, seconds: float = 20) -> list[str]:
+    found: list[str] = []
+    deadline = time.monotonic() + seconds
+    while last not in found:
+        assert time.monotonic() < deadline, f"only {found}"
+        found += engine.stages(0.05)
+    return found
+
+
+def test_it_is_started_apart_and_tells_its_stages(start: Any, tmp_path: Path) -> None:
+    engine = start()
+
+    assert stages_until(engine, "serve") == ["import", "configure", "load", "serve"]
+    seen = fake_engine.seen(tmp_path)
+    assert seen["argv"][1:] == ["-P", "-s", "-m", "hyperqwen.engine.serve", "--model", "m"]  # type: ignore[index]
+    assert seen["cwd"] == str(tmp_path)
+    own = {"ONLY", "HYPERQWEN_LISTEN_FD", "HYPERQWEN_STATUS_FD", "LC_CTYPE"}
+    assert set(seen["environ"]) <= own, "the caller's environment leaked"  # type: ignore[arg-type]
+    assert os.getpgid(engine.pid) == engine.pid, "a ctrl-C of the terminal would reach it"
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    engine.check()
+
+
+def test_stop_ends_the_whole_group(start: Any, tmp_path: Path) -> None:
+    engine = start(child=True)
+    stages_until(engine, "serve")
+    child = int((tmp_path / "child.pid").read_text())
+    assert fake_engine.alive(child)
+
+    engine.stop()
+
+    assert engine.returncode == 0, "SIGTERM was not given a chance"
+    deadline = time.monotonic() + 5
+    while fake_engine.alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not fake_engine.alive(child), "a process of the engine is left behind"
+    engine.stop()
+
+
+def test_an_engine_that_ignores_sigterm_is_killed(start: Any) -> None:
+    engine = start(deaf=True)
+    stages_until(engine, "serve")
+
+    began = time.monotonic()
+    engine.stop(grace=0.3)
+
+    assert engine.returncode == -9
+    assert time.monotonic() - began < 5
+
+
+def test_an_engine_that_dies_says_why(start: Any, tmp_path: Path) -> None:
+    engine = start(die_in="load")
+    stages_until(engine, "load")
+    deadline = time.monotonic() + 10
+    while engine.returncode is None and time.monotonic() < deadline:
+        engine.stages(0.05)
+
+    with pytest.raises(EngineError) as raised:
+        engine.check()
+
+    message = str(raised.value)
+    assert "ended by itself (exit status 7)" in message
+    assert "ValueError: no such tensor" in message, "the cause is above the last lines and must be shown all the same"
+    assert "line 29" in message and "line 5" not in message
+    assert str(tmp_path / "log") in message
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with ports.claim("127.0.0.1", 0) as listener, pytest.raises(UnsuitableError, match="cannot be started"):
+        Engine.start(tmp_path / "none", [], {}, listener=listener, folder=tmp_path, log=None)
+
+
+def test_a_long_line_of_the_log_is_cut(start: Any, tmp_path: Path) -> None:
+    engine = start()
+    stages_until(engine, "serve")
+    (tmp_path / "log").write_text("x" * 5000 + "\n")
+
+    assert max(len(line) for line in str(engine.failure("trouble")).splitlines()) < 260

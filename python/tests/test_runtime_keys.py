@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperqwen.errors import BadInputError, MissingError
+from hyperqwen.runtime.keys import resolve_key
+
+
+def test_no_key() -> None:
+    assert resolve_key(None, {"VLLM_API_KEY": "not ours"}) is None
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_file_comes_first_and_its_line_end_is_not_part_of_the_key(tmp_path: Path, end: str) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(f"from-file{end}".encode())
+    assert resolve_key(file, {"HYPERQWEN_API_KEY": "from-environment"}) == "from-file"
+    assert resolve_key(None, {"HYPERQWEN_API_KEY": "from-environment"}) == "from-environment"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "   "])
+def test_an_empty_key_is_refused_and_not_taken_for_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "key"
+    file.write_text(text)
+    with pytest.raises(BadInputError, match="is empty"):
+        resolve_key(file, {})
+    with pytest.raises(BadInputError, match="HYPERQWEN_API_KEY is empty"):
+        resolve_key(None, {"HYPERQWEN_API_KEY": text})
+
+
+@given(st.text(min_size=1))
+def test_what_passes_can_stand_in_a_header_and_what_does_not_is_not_repeated(key: str) -> None:
+    try:
+        passed = resolve_key(None, {"HYPERQWEN_API_KEY": key})
+    except BadInputError as error:
+        assert len(key) < 8 or key not in str(error)
+    else:
+        assert passed is not None and passed.isascii() and not set(passed) & set(" \t\r\n\0\x7f")
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="does not exist"):
+        resolve_key(tmp_path / "none", {})
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInputError, match="is not text"):
+        resolve_key(tmp_path / "binary", {})
