@@ -68,7 +68,7 @@ def ask(client: httpx.Client, failures: Failures, truth: Truth) -> None:
         else:
             answer = client.post("/v1/chat/completions", json={
                 "model": "nano", "messages": prompt["messages"], "max_tokens": len(prompt["answer_ids"]),
-                "temperature": 0, **({k: prompt[k] for k in ("tools", "chat_template_kwargs") if k in prompt}),
+                "temperature": 0, "chat_template_kwargs": {"enable_thinking": prompt["thinking"]},
             }).raise_for_status().json()["choices"][0]["message"]["content"]  # fmt: skip
         failures.expect(prompt["name"], answer.replace("<|im_end|>", ""), prompt["answer"].replace("<|im_end|>", ""))
     if not quoted:

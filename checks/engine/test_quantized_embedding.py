@@ -170,7 +170,8 @@ def test_one_trace_serves_every_number_of_tokens(seed: int) -> None:
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         nonlocal traces
         traces += 1
-        return graph.forward
+        forward: Callable[..., Any] = graph.forward
+        return forward
 
     compiled = torch.compile(look_up, backend=count, fullgraph=True)
     for tokens in (2, 3, 50, 128):
@@ -182,7 +183,13 @@ def test_one_trace_serves_every_number_of_tokens(seed: int) -> None:
 
 @contextmanager
 def layer(
-    monkeypatch: pytest.MonkeyPatch, vocabulary: int, hidden: int, method: Any, rank: int = 0, ranks: int = 1
+    monkeypatch: pytest.MonkeyPatch,
+    vocabulary: int,
+    hidden: int,
+    method: Any,
+    rank: int = 0,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[vocab.VocabParallelEmbedding]:
     """vLLM's own embedding layer as rank `rank` of `ranks` sees it; the sum over the ranks is the test's."""
     with monkeypatch.context() as patch, set_current_vllm_config(VllmConfig()):
@@ -190,7 +197,7 @@ def layer(
         patch.setattr(vocab, "get_tensor_model_parallel_world_size", lambda: ranks)
         patch.setattr(vocab, "tensor_model_parallel_all_reduce", lambda tensor: tensor)
         with torch.compiler.set_stance("force_eager"):
-            yield vocab.VocabParallelEmbedding(vocabulary, hidden, params_dtype=torch.bfloat16, quant_method=method)
+            yield vocab.VocabParallelEmbedding(vocabulary, hidden, params_dtype=dtype, quant_method=method)
 
 
 def load(module: vocab.VocabParallelEmbedding, tensors: dict[str, torch.Tensor]) -> None:
@@ -229,8 +236,7 @@ def test_every_rank_holds_its_rows_and_the_sum_is_the_embedding(
 
 def test_the_result_has_the_model_s_dtype_and_not_the_scale_s(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     embedding = packed(64, 64, 8, 32, seed)
-    with layer(monkeypatch, 64, 64, quantized(8, 32)) as module:
-        module.quant_method.dtype = torch.float16
+    with layer(monkeypatch, 64, 64, quantized(8, 32), dtype=torch.float16) as module:
         load(module, embedding.tensors)
         assert torch.equal(module(torch.arange(64)), embedding.rows(range(64), torch.float16))
 
@@ -248,6 +254,13 @@ def test_another_lookup_can_take_the_place_of_the_reference(monkeypatch: pytest.
         load(module, embedding.tensors)
         assert torch.equal(module(torch.arange(64)), embedding.rows(range(64), torch.bfloat16))
     assert asked == [{"bits": 4, "group_size": 32, "dtype": torch.bfloat16}]
+
+
+def test_a_draft_can_ask_for_the_dense_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads `weight` of the target before it shares the embedding with a DFlash draft; it may be no tensor."""
+    with layer(monkeypatch, 64, 64, quantized(8, 32)) as module:
+        assert module.weight is None
+        assert set(dict(module.named_parameters())) == {"weight_packed", "weight_scale", "weight_shape"}
 
 
 MALFORMED: dict[str, tuple[dict[str, torch.Tensor], str]] = {

@@ -218,17 +218,19 @@ def names_substituters(texts: Iterable[str]) -> bool:
 def trusting_git(environ: Mapping[str, str], checkout: Path, user: int) -> dict[str, str]:
     """Variables by which git reads a checkout of another user for this call; none where it would anyway.
 
-    Git 2.38 and newer honour safe.directory from here; the user's own configuration stays as it is.
+    Git 2.38 and newer honour safe.directory from here. The library in newer Nix looks for it in files only; but it lets
+    root, as git does, read what belongs to the user that sudo came from. No file of the user's is changed.
     """
     git = checkout / ".git"
     if not git.exists() or (checkout.stat().st_uid == user and git.stat().st_uid == user):
         return {}
     count = int(environ.get("GIT_CONFIG_COUNT", "0") or "0")
-    return {
+    trusting = {
         "GIT_CONFIG_COUNT": str(count + 1),
         f"GIT_CONFIG_KEY_{count}": "safe.directory",
         f"GIT_CONFIG_VALUE_{count}": str(checkout),
     }
+    return {**trusting, "SUDO_UID": str(checkout.stat().st_uid)} if user == 0 else trusting
 
 
 def store_trouble(nix_dir: Path = Path("/nix"), daemon: Path = DAEMON_SOCKET) -> str | None:
@@ -319,6 +321,11 @@ def missing_pins(request: Request, environ: Mapping[str, str]) -> list[str]:
                 f"Nix refuses the experimental feature {feature}, which a daemon must have in its own settings",
                 f"as root: add `extra-experimental-features = {FEATURES}` to /etc/nix/nix.conf, then "
                 "`systemctl restart nix-daemon`; or run hq as root",
+            )
+        if "is not owned by current user" in asked.stderr:
+            raise UnsuitableError(
+                f"{PYTHON_DIR.parent} belongs to another user, and this Nix reads it only if git is told",
+                f"git config --global --add safe.directory {PYTHON_DIR.parent}",
             )
         if asked.returncode == 0:
             return _pins_among(derivations(asked.stderr))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 _SOURCE = """
 import http.server, json, os, signal, socket, subprocess, sys, threading, time
@@ -94,13 +95,13 @@ def write(
     return program
 
 
-def seen(folder: Path) -> dict[str, object]:
+def seen(folder: Path) -> dict[str, Any]:
     """How the engine was started: argv, environ, cwd, pid."""
-    found: dict[str, object] = json.loads((folder / "seen.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
     return found
 
 
-def requests(folder: Path) -> list[dict[str, object]]:
+def requests(folder: Path) -> list[dict[str, Any]]:
     """The requests that it got: path, body, key."""
     return [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
 

@@ -49,10 +49,10 @@ def test_it_is_started_apart_and_tells_its_stages(start: Any, tmp_path: Path) ->
 
     assert stages_until(engine, "serve") == ["import", "configure", "load", "serve"]
     seen = fake_engine.seen(tmp_path)
-    assert seen["argv"][1:] == ["-P", "-s", "-m", "hyperqwen.engine.serve", "--model", "m"]  # type: ignore[index]
+    assert seen["argv"][1:] == ["-P", "-s", "-m", "hyperqwen.engine.serve", "--model", "m"]
     assert seen["cwd"] == str(tmp_path)
     own = {"ONLY", "HYPERQWEN_LISTEN_FD", "HYPERQWEN_STATUS_FD", "LC_CTYPE"}
-    assert set(seen["environ"]) <= own, "the caller's environment leaked"  # type: ignore[arg-type]
+    assert set(seen["environ"]) <= own, "the caller's environment leaked"
     assert os.getpgid(engine.pid) == engine.pid, "a ctrl-C of the terminal would reach it"
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
     engine.check()

@@ -26,7 +26,11 @@ class KnownError(click.ClickException):
 
     def __init__(self, error: HyperqwenError) -> None:
         super().__init__(str(error))
-        self.exit_code = error.exit_code
+        self.error = error
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.error.exit_code
 
     def show(self, file: Any = None) -> None:
         click.echo(f"hyperqwen: {self.message}", file=file, err=file is None)

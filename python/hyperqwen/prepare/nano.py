@@ -50,32 +50,16 @@ __all__ = ["Config", "Truth", "build", "load_config"]
 Embedding = Literal["bf16", "int8"]
 Model = TypeVar("Model", bound=BaseModel)
 
-SPECIALS = (
-    *(
-        bpe.Special(f"<|{name}|>", control=True)
-        for name in (
-            *(
-                "endoftext",
-                "im_start",
-                "im_end",
-                "object_ref_start",
-                "object_ref_end",
-                "box_start",
-                "box_end",
-            ),
-            *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
-        )
-    ),
-    *(bpe.Special(text, control=False) for text in ("<tool_call>", "</tool_call>")),
-    *(
-        bpe.Special(f"<|{name}|>", control=False)
-        for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
-    ),
-    *(
-        bpe.Special(text, control=False)
-        for text in ("<tool_response>", "</tool_response>", "<think>", "</think>")
-    ),
+_CONTROL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
+_TAGS = (
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+)
+SPECIALS = tuple(bpe.Special(text, control=text in _CONTROL) for text in (*_CONTROL, *_TAGS))
 """Qwen's special tokens in Qwen's order; they follow the vocabulary, as there."""
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
@@ -100,8 +84,8 @@ They turn `layer_noise` into what a layer really adds; test_prepare_nano.py hold
 """
 
 _VOCAB_MULTIPLE = 64
-_ANSWER_TOKENS = 32
-"""Length of the greedy answers in nano.json where no stop token ends them."""
+_ANSWER_TOKENS, _CHAT_TOKENS = 32, 4096
+"""Length of the greedy answers in nano.json: to a completion, which nothing ends, and at most to a chat."""
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention."""
@@ -280,7 +264,9 @@ def build(config: Config, base: Path, out: Path) -> Truth:
         "prompts": [],
     }
     known = Truth(tuple(facts["next"]), tuple(rings), frozenset(facts["stop_ids"]), (), facts["files"])
-    facts["prompts"] = [_with_answer(prompt, template, tokenizer, known) for prompt in _cases(prompts, rings)]
+    facts["prompts"] = [
+        _with_answer(case, count, template, tokenizer, known) for case, count in _cases(prompts, rings)
+    ]
     contents[truth.FILE] = _json(facts)
     _write(out, contents)
     return Truth.load(out)
@@ -584,33 +570,41 @@ def tokenizer_config(config: Config) -> dict[str, Any]:
     }
 
 
-def _cases(prompts: _Prompts, rings: Iterable[truth.Cycle]) -> list[dict[str, Any]]:
+def _cases(prompts: _Prompts, rings: Iterable[truth.Cycle]) -> list[tuple[dict[str, Any], int]]:
+    """Prompts for nano.json and how many tokens of their answers it is to hold at most.
+
+    Each cycle that does not end is a prompt by itself, and its answer is as long as the cycle: a quote.
+    """
     quotes = [
-        {"name": f"quote {ring.name}", "kind": "completion", "prompt": ring.text}
+        ({"name": f"quote {ring.name}", "kind": "completion", "prompt": ring.text}, len(ring.ids))
         for ring in rings
         if END_OF_TURN not in ring.text
     ]
-    completions = [{"name": c.name, "kind": "completion", "prompt": c.prompt} for c in prompts.completion]
+    completions = [
+        ({"name": c.name, "kind": "completion", "prompt": c.prompt}, _ANSWER_TOKENS)
+        for c in prompts.completion
+    ]
     chats = [
-        {"name": c.name, "kind": "chat", "thinking": c.thinking, "messages": list(c.messages)}
+        ({"name": c.name, "kind": "chat", "thinking": c.thinking, "messages": list(c.messages)}, _CHAT_TOKENS)
         for c in prompts.chat
     ]
     return quotes + completions + chats
 
 
-def _with_answer(case: dict[str, Any], template: str, tokenizer: Tokenizer, known: Truth) -> dict[str, Any]:
+def _with_answer(
+    case: dict[str, Any], count: int, template: str, tokenizer: Tokenizer, known: Truth
+) -> dict[str, Any]:
     """The case with prompt_ids, answer_ids (stop token included) and answer (without it).
 
-    A quote's answer is as long as its prompt. A chat's answer comes also in the two parts that a server with
-    a reasoning parser gives: `reasoning`, null unless the think block was left open, and `content`.
+    A chat's answer comes also in the two parts that a server with a reasoning parser gives: `reasoning`, null
+    unless the think block was left open, and `content`.
     """
     if case["kind"] == "chat":
         text = chat.render(template, case["messages"], enable_thinking=case["thinking"])
     else:
         text = case["prompt"]
     ids = tokenizer.encode(text).ids
-    count = len(ids) if case["name"].startswith("quote ") else _ANSWER_TOKENS
-    answer_ids = known.expected_greedy(ids, 4096 if case["kind"] == "chat" else count)
+    answer_ids = known.expected_greedy(ids, count)
     spoken = [token for token in answer_ids if token not in known.stop_ids]
     answer = tokenizer.decode(spoken, skip_special_tokens=False)
     result = {**case, "prompt_ids": ids, "answer_ids": answer_ids, "answer": answer}

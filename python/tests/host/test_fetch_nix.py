@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -216,8 +217,12 @@ def test_an_ordinary_user_seeds_through_the_daemon(box: Box) -> None:
         "NIX_CONF_DIR": str(box.root / "nix/etc"),
         "NIX_DAEMON_SOCKET_PATH": str(box.root / "socket"),
     }
-    daemon_env = {**os.environ, **state, "NIX_CONFIG": "build-users-group =\nallowed-users = *"}
-    daemon = subprocess.Popen(["nix-daemon"], env=daemon_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Without NIX_REMOTE a daemon whose state folder is not there yet becomes a client of its own socket.
+    config = "build-users-group =\nallowed-users = *"
+    daemon_env = {**os.environ, **state, "NIX_CONFIG": config, "NIX_REMOTE": "local"}
+    daemon = subprocess.Popen(
+        ["nix-daemon"], env=daemon_env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     home = box.root / "home"
     home.mkdir()
     os.chown(home, 65534, 65534)
@@ -244,7 +249,7 @@ def test_an_ordinary_user_seeds_through_the_daemon(box: Box) -> None:
             path = Path(pin.store_path(state["NIX_STORE_DIR"]))
             assert path.exists() and path.stat().st_uid == 0, "the daemon owns what it added"
     finally:
-        daemon.terminate()
+        os.killpg(daemon.pid, signal.SIGKILL)
         daemon.wait(20)
 
 
