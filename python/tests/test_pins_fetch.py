@@ -61,6 +61,7 @@ class Behaviour:
     drops: int = 0
     busy: int = 0
     length: bool = True
+    total: bool = False
     delay_s: float = 0.0
     status: int = 200
     redirect: str = ""
@@ -107,6 +108,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             start = int(asked[len("bytes=") : -1]) if asked and how.ranges else 0
             if start and start >= len(how.data):
                 self.send_response(416)
+                if how.total:
+                    self.send_header("Content-Range", f"bytes */{len(how.data)}")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
@@ -370,6 +373,22 @@ def test_a_server_that_always_stops_early_is_given_up(server: Server, tmp_path: 
     with pytest.raises(UnsuitableError, match="cannot reach"):
         download(server, tmp_path, pin)
     assert (tmp_path / "f.part").read_bytes() == data[:2000], "what arrived stays"
+
+
+def test_a_truncated_file_without_a_length_is_given_up(server: Server, tmp_path: Path) -> None:
+    pin, data = wheel("a")
+    server.put("f", data[:4000], length=False)
+    with pytest.raises(UnsuitableError, match="the file ends at 4000 of 5000 bytes"):
+        download(server, tmp_path, pin)
+    assert len(server.requests) < 20, "it is not asked for without end"
+
+
+def test_an_end_that_the_server_names_is_a_wrong_size(server: Server, tmp_path: Path) -> None:
+    pin, data = wheel("a")
+    server.put("f", data[:3000], total=True)
+    (tmp_path / "f.part").write_bytes(data[:3000])
+    with pytest.raises(MismatchError, match="actual   3000 bytes"):
+        download(server, tmp_path, pin)
 
 
 def test_a_missing_file_is_absent_and_a_forbidden_one_says_so(server: Server, tmp_path: Path) -> None:

@@ -451,8 +451,9 @@ def add_to_store(store: Store, batch: Sequence[Ready]) -> None:
         chosen = [ready for ready in batch if (ready.pin.extract is not None) == recursive]
         if not chosen:
             continue
-        for ready, path in zip(chosen, store.add_fixed([ready.path for ready in chosen], recursive=recursive)):
-            wanted = ready.pin.store_path(store.store_dir)
+        added = store.add_fixed([ready.path for ready in chosen], recursive=recursive)
+        for position, ready in enumerate(chosen):
+            path, wanted = added[position], ready.pin.store_path(store.store_dir)
             if path != wanted:
                 store.delete(path)
                 raise VerificationError(

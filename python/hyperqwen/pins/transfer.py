@@ -306,20 +306,22 @@ class Download:
             os.truncate(self.part, 0)
 
     def _arrive(self, url: str) -> None:
-        idle = 0
+        idle, furthest = 0, self.at
         failure: BaseException | None = None
         while self.at < self.wanted.size:
-            before = self.at
             try:
                 self._once(url)
                 failure = None
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code == 416 and self.at:
+                    self._check_declared(error.headers.get("Content-Range", "").rpartition("/")[2], url)
+                    failure = ConnectionError(f"the file ends at {self.at} of {self.wanted.size} bytes")
                     self._restart()
-                elif not _passing(error.code):
+                elif _passing(error.code):
+                    failure = _final(error, url)
+                else:
                     raise _final(error, url) from None
-                failure = _final(error, url)
             except _NETWORK as error:
                 if isinstance(error, OSError):
                     full = disk_error(error, self.part.parent)
@@ -330,7 +332,9 @@ class Download:
                 failure = error
             if self.at >= self.wanted.size:
                 break
-            idle = 0 if self.at > before else idle + 1
+            # Only new ground counts: a file that is sent again and again, and never whole, would otherwise not end.
+            idle = 0 if self.at > furthest else idle + 1
+            furthest = max(furthest, self.at)
             if idle == IDLE_TRIES:
                 raise unreachable(
                     url, failure or ConnectionError(f"the connection closes at {self.at} of {self.wanted.size} bytes")
@@ -374,17 +378,17 @@ class Download:
 
     def _check_size(self, response: Any, url: str) -> None:
         """Refuse a file of another size before its bytes are worth a minute of anyone's line."""
-        declared = None
         if response.status == 206:
             span = response.headers.get("Content-Range", "")
             start, _, total = span.partition(" ")[2].partition("/")
             if not start.startswith(f"{self.at}-"):
                 raise http.client.HTTPException(f"asked for bytes from {self.at}, the server sends {span!r}")
-            declared = int(total) if total.isdigit() else None
+            self._check_declared(total, url)
         elif response.headers.get("Content-Encoding", "identity") == "identity":
-            length = response.headers.get("Content-Length", "")
-            declared = int(length) if length.isdigit() else None
-        if declared is not None and declared != self.wanted.size:
+            self._check_declared(response.headers.get("Content-Length", ""), url)
+
+    def _check_declared(self, total: str, url: str) -> None:
+        if total.isdigit() and int(total) != self.wanted.size:
             raise MismatchError(
-                self.wanted.file, "size", f"{self.wanted.size} bytes", f"{declared} bytes", split_login(url)[0]
+                self.wanted.file, "size", f"{self.wanted.size} bytes", f"{total} bytes", split_login(url)[0]
             )
