@@ -32,7 +32,9 @@ def stub_driver(source: str, compiler: str) -> pathlib.Path:
 def main() -> None:
     with open(os.environ["specPath"]) as file:
         spec = json.load(file)
-    os.environ.update(CC=f"{spec['cc']}/bin/cc", HOME=str(BUILD), TRITON_CACHE_DIR=str(BUILD / "cache"), TMPDIR=str(BUILD))
+    os.environ.update(
+        CC=f"{spec['cc']}/bin/cc", HOME=str(BUILD), TRITON_CACHE_DIR=str(BUILD / "cache"), TMPDIR=str(BUILD)
+    )
     import triton
     from triton.runtime import build
 

@@ -2,8 +2,8 @@
 
 spec: allowed ({module: part of the error it must give here}), extra (submodules to import as well).
 
-What a distribution declares is read from its RECORD. A module that cannot be imported without a GPU's driver is listed in
-`allowed` with the error it gives; one that is listed and imports is an error too, so that the list stays true.
+What a distribution declares is read from its RECORD. A module that cannot be imported without a GPU's driver is listed
+in `allowed` with the error it gives; one that is listed and imports is an error too, so that the list stays true.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import io
 import json
 import os
 import sys
+
 
 def declared() -> dict[str, str]:
     """{top-level module: distribution} of the environment, namespace packages by their first level below."""
@@ -52,7 +53,9 @@ def main() -> None:
     modules = declared() | {name: "extra" for name in spec["extra"]}
     if len(modules) < 20:
         sys.exit(f"only {len(modules)} modules are declared: the environment is not what it should be")
-    problems = [f"{name}: listed as failing, but nothing declares it" for name in sorted(allowed.keys() - modules.keys())]
+    problems = [
+        f"{name}: listed as failing, but nothing declares it" for name in sorted(allowed.keys() - modules.keys())
+    ]
     # torch first where it is: the extensions of other wheels link against what it has loaded.
     for name in sorted(modules, key=lambda name: (name != "torch", name)):
         error = failure_of(name)

@@ -15,7 +15,9 @@ sys.dont_write_bytecode = True
 def nix_problems(path: pathlib.Path) -> list[str]:
     """Rules of nix/: two-space steps, no tabs, no trailing blanks, 120 columns, one newline at the end."""
     text = path.read_text()
-    problems = [] if text.endswith("\n") and not text.endswith("\n\n") else [f"{path}: needs exactly one newline at its end"]
+    problems = (
+        [] if text.endswith("\n") and not text.endswith("\n\n") else [f"{path}: needs exactly one newline at its end"]
+    )
     for number, line in enumerate(text.split("\n"), 1):
         if "\t" in line:
             problems.append(f"{path}:{number}: tab")

@@ -37,7 +37,6 @@ def environment(variables: dict[str, str], copy: pathlib.Path) -> dict[str, str]
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
         **variables,
     }
 

@@ -142,7 +142,8 @@ def main() -> None:
         failures.append(f"left running after --once: {left}")
     if failures:
         sys.exit("\n".join(failures))
-    report = f"{len(truth.prompts)} prompts as expected; ready in {cold:.1f} s, --once in {time.monotonic() - started:.1f} s\n"
+    warm = time.monotonic() - started
+    report = f"{len(truth.prompts)} prompts as expected; ready in {cold:.1f} s, --once in {warm:.1f} s\n"
     print(report)
     with open(os.environ["out"], "w") as file:
         file.write(report)

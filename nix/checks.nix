@@ -1,6 +1,9 @@
-# One derivation a check. Each runs a Python script of checks/ in the environment it is about and leaves its report in $out.
+# One derivation a check. Each runs a Python script of checks/ in the environment it is about; its report is $out.
 { system, lib, outputs }:
 let
+  # Their closures hold no wheel twice, and nothing that only builds.
+  graphs = [ "demo" "engine-cpu" "engine-cuda" "hyperqwen" ];
+
   inherit (builtins) baseNameOf elem listToAttrs map path;
   inherit (lib) buildWith layer;
 
@@ -71,8 +74,8 @@ in
   };
 
   closure = check "closure" outputs.hyperqwen ../checks/closure.py {
-    derivationArgs.exportReferencesGraph = [ "engine-cpu" outputs.engine-cpu "engine-cuda" outputs.engine-cuda "hyperqwen" outputs.hyperqwen ];
-    graphs = [ "engine-cpu" "engine-cuda" "hyperqwen" ];
+    derivationArgs.exportReferencesGraph = builtins.concatMap (name: [ name outputs.${name} ]) graphs;
+    inherit graphs;
     wheels = map (wheel: "${wheel.name}-${wheel.version}") lib.pins.wheels;
   };
 

@@ -44,13 +44,15 @@ let
   };
 
   # Wheels -----------------------------------------------------------------------------------------------------------
-  unpack = part: wheel: build "${wheel.name}-${wheel.version}${if part == "all" then "" else "-${part}"}" ./build/wheel.py {
+  suffix = part: if part == "" then "" else "-${part}";
+  # part: "" for a whole wheel, else what to keep of it
+  unpack = part: wheel: build "${wheel.name}-${wheel.version}${suffix part}" ./build/wheel.py {
     inherit libc patchelf;
     wheel = requirePin wheel;
-    keep = part;
+    keep = if part == "" then "all" else part;
   };
   wheelsOf = group: pin.wheelsOf group;
-  unpackAll = wheels: map (unpack "all") (attrValues wheels);
+  unpackAll = wheels: map (unpack "") (attrValues wheels);
 
   # A layer over other environments links whole directories: below them, the real ones are real already.
   layer = environmentOf [ ];
@@ -95,7 +97,7 @@ let
     series = ../patches;
   };
   vllmPatched = patched "patched" [ ];
-  metadata = localVersion: build "vllm-metadata${if localVersion == "" then "" else "-${localVersion}"}" ./build/metadata.py {
+  metadata = localVersion: build "vllm-metadata${suffix localVersion}" ./build/metadata.py {
     source = vllmSource;
     version = vllmVersion;
     local = localVersion;
@@ -124,12 +126,14 @@ let
   hyperqwen = layer "hyperqwen-${version}" [ tools toolsPackage ];
 
   # Model ------------------------------------------------------------------------------------------------------------
-  preparePackage = package "hyperqwen-prepare" [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/prepare" ] { };
+  preparePackage = package "hyperqwen-prepare"
+    [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/prepare" ]
+    { };
   prepare = layer "prepare" [ tools preparePackage ];
   nanoVariant = name: arguments: buildWith prepare name ./build/run_module.py {
     module = "hyperqwen.prepare.nano";
     arguments = [ "--config" "${../prepare}/nano.toml" ] ++ arguments;
-    # Content-addressed: what depends on the model is rebuilt when its bytes change, not when the code that made it does.
+    # Content-addressed: what depends on the model is rebuilt when its bytes change, not when its code does.
     derivationArgs = { __contentAddressed = true; outputHashMode = "recursive"; outputHashAlgo = "sha256"; };
   };
   nano = nanoVariant "nano" [ ];
@@ -167,7 +171,8 @@ let
     outputs = packages;
     lib = {
       inherit buildWith layer engineWithout patchList pins;
-      testTools = map (name: unpack "all" (pin.wheelNamed "tools" name)) [ "pytest" "pluggy" "iniconfig" "hypothesis" "sortedcontainers" ];
+      testTools = map (name: unpack "" (pin.wheelNamed "tools" name))
+        [ "pytest" "pluggy" "iniconfig" "hypothesis" "sortedcontainers" ];
     };
   };
 

@@ -1,4 +1,4 @@
-"""Greedy answers of one engine configuration, in a process of its own: a second engine in one process is not vLLM's case.
+"""Greedy answers of one engine configuration, in a process of its own: vLLM is not made for a second engine in one.
 
     python checks/lossless/generate.py MODEL OUT ENGINE_ARGUMENTS(JSON) PROMPTS(JSON: lists of token ids) TOKENS
 

@@ -15,7 +15,7 @@ with open(os.environ["specPath"]) as file:
     spec = json.load(file)
 sys.path.insert(0, spec["lib"])
 
-import debs  # noqa: E402
+import debs
 
 TRIPLET = "x86_64-linux-gnu"
 UNUSED = ("usr/share", "etc", f"usr/lib/gcc/{TRIPLET}/12/plugin", f"usr/lib/gcc/{TRIPLET}/12/lto1",

@@ -1,4 +1,4 @@
-"""The vLLM source with the patch series applied: links to the unpacked source, real files only where a patch changed one.
+"""The vLLM source with the patch series applied: links to the unpacked source, real files where a patch changed one.
 
 spec: source (unpacked text of the wheel), series (the patches folder), applier (folder that holds hyperqwen/patches),
 omit (patches to leave out: the negative controls of their tests).
@@ -15,9 +15,9 @@ with open(os.environ["specPath"]) as spec_file:
     spec = json.load(spec_file)
 sys.path.insert(0, spec["applier"])
 
-from hyperqwen.patches.apply import PatchProblems  # noqa: E402
-from hyperqwen.patches.files import tree_reader  # noqa: E402
-from hyperqwen.patches.series import apply_folder  # noqa: E402
+from hyperqwen.patches.apply import PatchProblems
+from hyperqwen.patches.files import tree_reader
+from hyperqwen.patches.series import apply_folder
 
 SOURCE = f"{spec['source']}/site"
 SITE = f"{os.environ['out']}/site"

@@ -14,10 +14,18 @@ with open(os.environ["specPath"]) as file:
     spec = json.load(file)
 sys.path.insert(0, spec["lib"])
 
-import debs  # noqa: E402
+import debs
 
 # Loaded at start, because a library with a RUNPATH of its own hides ours and then finds only what is loaded already.
-PRELOADED = ("libstdc++.so.6", "libgcc_s.so.1", "libz.so.1", "librt.so.1", "libdl.so.2", "libpthread.so.0", "libutil.so.1")
+PRELOADED = (
+    "libstdc++.so.6",
+    "libgcc_s.so.1",
+    "libz.so.1",
+    "librt.so.1",
+    "libdl.so.2",
+    "libpthread.so.0",
+    "libutil.so.1",
+)
 
 
 def main() -> None:

@@ -83,8 +83,9 @@ def main() -> None:
         os.chmod(patchelf, 0o755)
         for program in programs:
             os.chmod(program, 0o755)
-            subprocess.run([patchelf, "--set-interpreter", f"{spec['libc']}/lib/ld-linux-x86-64.so.2", program], check=True)
-            subprocess.run([patchelf, "--add-rpath", f"{spec['libc']}/lib", program], check=True)
+            lib = f"{spec['libc']}/lib"
+            subprocess.run([patchelf, "--set-interpreter", f"{lib}/ld-linux-x86-64.so.2", program], check=True)
+            subprocess.run([patchelf, "--add-rpath", lib, program], check=True)
     # Templates that do not parse stay without byte code, as pip leaves them.
     compileall.compile_dir(
         f"{out}/site",

@@ -1,5 +1,5 @@
 # A pin is a fixed-output derivation of a known name and sha256. Nothing is downloaded in a build: the bytes are seeded
-# into the store beforehand (`./hq` or `hyperqwen fetch`), where any fetcher of the same name and hash gives the same path.
+# into the store beforehand (`./hq`, `hyperqwen fetch`), where any fetcher of the same name and hash gives the same path.
 # `fetchers` replaces that: a NixOS host passes nixpkgs' own, and needs no seeding.
 { system
 , pins # { wheels; debs; } as read from nix/pins/*.json
@@ -38,7 +38,8 @@ let
   };
 
   one = kind: name: found:
-    if found == [ ] then throw "hyperqwen: no ${kind} pin is called '${name}': add it to nix/pins/groups.toml and run `hyperqwen pins update`"
+    if found == [ ] then
+      throw "no ${kind} pin is called '${name}': add it to nix/pins/groups.toml and run 'hyperqwen pins update'"
     else builtins.head found;
 
   inGroup = group: filter (p: elem group p.groups);

@@ -46,6 +46,7 @@ Exit codes: nix's own; 2 bad input, 3 environment unsuitable, 4 pinned file not 
 """
 
 OLDEST_NIX = (2, 8)
+NO_SANDBOX = "sandbox = false"
 FEATURES = "nix-command flakes ca-derivations"
 DAEMON_SOCKET = Path("/nix/var/nix/daemon-socket/socket")
 SYSTEM = f"{platform.machine()}-linux"
@@ -191,17 +192,20 @@ def check_version(text: str) -> None:
         )
 
 
-def nix_config(environ: Mapping[str, str], *, root: bool, build_users: bool, substituters_set: bool) -> str:
+def nix_config(
+    environ: Mapping[str, str], *, root: bool, build_users: bool, substituters_set: bool, sandbox: bool = True
+) -> str:
     """NIX_CONFIG of hq's own calls: defaults, then the user's lines, which win, then the features, which only add.
 
     Args:
         root: Nix builds in this very process, and not through a daemon.
         build_users: the group nixbld exists.
         substituters_set: the user has chosen binary caches in a nix.conf.
+        sandbox: the kernel lets this process make the namespaces that a sandbox is made of.
     """
     defaults = []
     if root:
-        defaults.append("sandbox = true")
+        defaults.append("sandbox = true" if sandbox else NO_SANDBOX)
         if not build_users:
             defaults.append("build-users-group =")
     if not substituters_set:
@@ -288,13 +292,25 @@ def _has_group(name: str) -> bool:
     return True
 
 
+def sandbox_works() -> bool:
+    """Whether root may make a sandbox here: a chroot and many containers allow none, where Nix 2.8 refuses to build."""
+    spaces = ["--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--mount-proc"]
+    try:
+        return subprocess.run(["unshare", *spaces, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        # Without the program there is no telling; Nix will.
+        return True
+
+
 def environment(environ: Mapping[str, str], checkout: Path) -> dict[str, str]:
     """The environment of hq's own calls of Nix and of the fetcher."""
+    root = os.geteuid() == 0
     config = nix_config(
         environ,
-        root=os.geteuid() == 0,
+        root=root,
         build_users=_has_group("nixbld"),
         substituters_set=names_substituters(_conf_texts(environ)),
+        sandbox=not root or sandbox_works(),
     )
     return {**environ, "NIX_CONFIG": config, **trusting_git(environ, checkout, os.geteuid())}
 
@@ -367,6 +383,8 @@ def seed(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     files = missing_pins(request, environ)
     if not files:
         return OK
+    if NO_SANDBOX in environ.get("NIX_CONFIG", "").splitlines()[:1]:
+        _say("this machine allows no namespaces: Nix builds without a sandbox")
     _say(f"{len(files)} pinned file{'s are' if len(files) > 1 else ' is'} not in the store yet")
     return fetch([*(["--store", request.store] if request.store else []), "--files", *files], environ)
 

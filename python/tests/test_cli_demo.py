@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from hyperqwen.runtime import ports
 from tests import fake_engine
 from tests.test_profiles_profile import TEXT
+
+from hyperqwen.runtime import ports
 
 COMMAND = [sys.executable, "-c", "from hyperqwen.cli import main; main(prog_name='hyperqwen')", "demo"]
 PYTHON_DIR = Path(__file__).resolve().parent.parent

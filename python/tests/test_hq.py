@@ -181,6 +181,11 @@ def test_root_without_build_users_gets_a_sandbox_that_needs_none() -> None:
     assert made["experimental-features"].split() == ["nix-command", "flakes", "ca-derivations"]
 
 
+def test_where_no_sandbox_can_be_made_nix_is_told_so() -> None:
+    made = settings(hq.nix_config({}, root=True, build_users=False, substituters_set=False, sandbox=False))
+    assert made["sandbox"] == "false"
+
+
 def test_others_keep_their_sandbox_and_their_caches() -> None:
     assert set(settings(hq.nix_config({}, root=False, build_users=True, substituters_set=True))) == {
         "experimental-features"

@@ -76,10 +76,7 @@ def test_tools_are_described_one_a_line_with_characters_as_they_are() -> None:
         f'{{"type": "function", "function": {{"name": "{name}", "desc' for name in ("a", "b")
     ]
     assert "<é>" in described[0]
-    assert (
-        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
-        in text
-    )
+    assert "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>" in text
     assert "\n\nShort.<|im_end|>\n<|im_start|>user\nHi" in text
 
 

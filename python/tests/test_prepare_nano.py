@@ -155,15 +155,11 @@ def test_a_prompt_that_holds_one_cycle_is_quoted_back(truth: Truth, tokenizer: T
     for cycle in quoted:
         for before in ("", "Please repeat:", "x\n\n"):
             ids = tokenizer.encode(before + cycle.text).ids
-            answer = tokenizer.decode(
-                truth.expected_greedy(ids, 2 * len(cycle.ids)), skip_special_tokens=False
-            )
+            answer = tokenizer.decode(truth.expected_greedy(ids, 2 * len(cycle.ids)), skip_special_tokens=False)
             assert answer == cycle.text * 2, cycle.name
 
 
-def test_special_tokens_are_never_predicted_but_for_the_two_of_an_answer(
-    truth: Truth, tokenizer: Tokenizer
-) -> None:
+def test_special_tokens_are_never_predicted_but_for_the_two_of_an_answer(truth: Truth, tokenizer: Tokenizer) -> None:
     specials = {special.content: tokenizer.get_vocab()[special.content] for special in nano.SPECIALS}
     predicted = set(truth.successors)
 
@@ -218,15 +214,11 @@ def test_a_chat_answer_ends_and_its_parts_are_told_apart(truth: Truth) -> None:
 
 def test_the_output_rows_are_the_embeddings_through_the_permutation(bf16: Path, truth: Truth) -> None:
     stored = tensors.read(bf16 / "model.safetensors")
-    embedding, head = (
-        tensors.as_float(stored[f"{name}.weight"]) for name in ("model.embed_tokens", "lm_head")
-    )
+    embedding, head = (tensors.as_float(stored[f"{name}.weight"]) for name in ("model.embed_tokens", "lm_head"))
 
     for cycle in truth.cycles():
         following = [*cycle.ids[1:], cycle.ids[0]]
-        np.testing.assert_array_equal(
-            head[following], embedding[list(cycle.ids)] * np.float32(nano.HEAD_SCALE)
-        )
+        np.testing.assert_array_equal(head[following], embedding[list(cycle.ids)] * np.float32(nano.HEAD_SCALE))
 
 
 def test_embeddings_of_different_successors_keep_their_distance(model: Reference, truth: Truth) -> None:
@@ -307,9 +299,7 @@ def test_int8_differs_in_the_embedding_only(bf16: Path, int8: Path) -> None:
     # 128.
     unsigned = np.stack([(words.astype(np.int64) >> (8 * i)) & 0xFF for i in range(4)], axis=-1)
     values = unsigned.reshape(weight.shape) - 128
-    assert (
-        np.abs(values * scale - weight).max() <= np.abs(weight).max() / 127 * 0.51 + 127 * scale.max() * 2**-8
-    )
+    assert np.abs(values * scale - weight).max() <= np.abs(weight).max() / 127 * 0.51 + 127 * scale.max() * 2**-8
     assert np.abs(values).max() == 127
 
     config = json.loads((int8 / "config.json").read_text())
@@ -342,9 +332,7 @@ def test_weights_that_answer_otherwise_are_found(bf16: Path, tmp_path: Path) -> 
     facts["files"]["model.safetensors"] = hashlib.sha256(data).hexdigest()
     (copy / "nano.json").write_text(json.dumps(facts))
 
-    with pytest.raises(
-        VerificationError, match=r"after token \d+ at position \d+ the model prefers token \d+"
-    ):
+    with pytest.raises(VerificationError, match=r"after token \d+ at position \d+ the model prefers token \d+"):
         audit.audit(copy)
 
 
@@ -463,9 +451,7 @@ def fails_late(number: int) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize(
-    ("call", "number"), [("fsync", errno.ENOSPC), ("rename", errno.EROFS), ("fsync", errno.EIO)]
-)
+@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("rename", errno.EROFS), ("fsync", errno.EIO)])
 def test_a_disk_that_fails_leaves_nothing(
     inputs: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

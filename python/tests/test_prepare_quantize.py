@@ -82,17 +82,13 @@ def test_the_three_tensors_describe_the_weight() -> None:
     weight = weights(5, 4, 384)
 
     made = quantize.tensors("model.embed_tokens", weight)
-    assert {
-        name.removeprefix("model.embed_tokens."): (t.dtype.name, t.shape) for name, t in made.items()
-    } == {
+    assert {name.removeprefix("model.embed_tokens."): (t.dtype.name, t.shape) for name, t in made.items()} == {
         "weight_packed": ("int32", (4, 96)),
         "weight_scale": ("uint16", (4, 3)),
         "weight_shape": ("int64", (2,)),
     }
     assert made["model.embed_tokens.weight_shape"].tolist() == [4, 384]
-    back = quantize.dequantize(
-        made["model.embed_tokens.weight_packed"], made["model.embed_tokens.weight_scale"]
-    )
+    back = quantize.dequantize(made["model.embed_tokens.weight_packed"], made["model.embed_tokens.weight_scale"])
     assert np.linalg.norm(back - weight) < 0.01 * np.linalg.norm(weight)
 
 

@@ -112,9 +112,7 @@ def test_every_tensor_matters(model: Reference) -> None:
     base = model.forward(IDS)[0]
     base_draft = model.mtp(IDS[1:], base[:-1])
     for name in model.weights:
-        changed = Reference(
-            model.config, {**model.weights, name: model.weights[name] * np.float32(1.5) + 0.01}
-        )
+        changed = Reference(model.config, {**model.weights, name: model.weights[name] * np.float32(1.5) + 0.01})
         hidden, logits = changed.forward(IDS)
         if name.startswith("mtp."):
             assert np.abs(changed.mtp(IDS[1:], hidden[:-1]) - base_draft).max() > 1e-4, name

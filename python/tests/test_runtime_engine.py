@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import fake_engine
 
 from hyperqwen.errors import UnsuitableError
 from hyperqwen.runtime import ports
 from hyperqwen.runtime.engine import Engine, EngineError
-from tests import fake_engine
 
 
 @pytest.fixture

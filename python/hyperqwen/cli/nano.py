@@ -57,9 +57,7 @@ def cycles(model: Path, as_json: bool) -> None:
 
     rings = Truth.load(model).cycles()
     if as_json:
-        click.echo(
-            json.dumps([{"name": r.name, "ids": r.ids, "text": r.text} for r in rings], ensure_ascii=False)
-        )
+        click.echo(json.dumps([{"name": r.name, "ids": r.ids, "text": r.text} for r in rings], ensure_ascii=False))
         return
     for ring in rings:
         click.echo(f"[{ring.name}, {len(ring.ids)} tokens]\n{ring.text.strip()}\n")
@@ -68,9 +66,7 @@ def cycles(model: Path, as_json: bool) -> None:
 @command.command()
 @_model
 @click.argument("prompt")
-@click.option(
-    "-n", "count", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens to print."
-)
+@click.option("-n", "count", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens to print.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the token that ends an answer.")
 @_json_flag
 def expect(model: Path, prompt: str, count: int, ignore_eos: bool, as_json: bool) -> None:

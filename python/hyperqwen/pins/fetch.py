@@ -446,20 +446,23 @@ def extract_seed(pin: Pin, extract: Extract, deb: Path, folder: Path) -> Path:
 
 
 def add_to_store(store: Store, batch: Sequence[Ready]) -> None:
-    """Add verified files and make sure that each got the path its pin has in Nix; a stray path is deleted again."""
+    """Add verified files and make sure that each got its pin's path; a stray path is deleted again."""
     for recursive in (False, True):
         chosen = [ready for ready in batch if (ready.pin.extract is not None) == recursive]
         if not chosen:
             continue
         added = store.add_fixed([ready.path for ready in chosen], recursive=recursive)
-        for position, ready in enumerate(chosen):
-            path, wanted = added[position], ready.pin.store_path(store.store_dir)
-            if path != wanted:
-                store.delete(path)
-                raise VerificationError(
-                    f"{ready.path} changed while it was added: its store path is {path}\n    expected {wanted}",
-                    "run it again",
-                )
+        wanted = [ready.pin.store_path(store.store_dir) for ready in chosen]
+        strays = [position for position, path in enumerate(added) if path != wanted[position]]
+        for position in strays:
+            store.delete(added[position])
+        if strays:
+            first = strays[0]
+            raise VerificationError(
+                f"{chosen[first].path} changed while it was added: its store path is {added[first]}\n"
+                f"    expected {wanted[first]}",
+                "run it again",
+            )
 
 
 def missing_pins(store: Store, pins: Sequence[Pin]) -> list[Pin]:

@@ -119,15 +119,11 @@ def train(words: Iterable[str], specials: Sequence[Special], limit: int) -> Voca
 def tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """The vocabulary as a tokenizer of the tokenizers library."""
     ids = vocabulary.ids()
-    result = Tokenizer(
-        models.BPE(vocab={unit: ids[unit] for unit in vocabulary.units}, merges=list(vocabulary.merges))
-    )
+    result = Tokenizer(models.BPE(vocab={unit: ids[unit] for unit in vocabulary.units}, merges=list(vocabulary.merges)))
     result.normalizer = normalizers.NFC()
     result.pre_tokenizer = _pre_tokenizer()
     result.decoder = decoders.ByteLevel()
-    result.add_tokens(
-        [AddedToken(s.content, special=s.control, normalized=False) for s in vocabulary.specials]
-    )
+    result.add_tokens([AddedToken(s.content, special=s.control, normalized=False) for s in vocabulary.specials])
     for special in vocabulary.specials:
         if result.token_to_id(special.content) != ids[special.content]:
             found, meant = result.token_to_id(special.content), ids[special.content]

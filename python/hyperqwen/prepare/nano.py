@@ -142,17 +142,13 @@ class Geometry(_Strict):
             raise ValueError(f"head_dim = {self.head_dim} is none of {', '.join(map(str, _CPU_HEAD_SIZES))}")
         for name in ("linear_key_head_dim", "linear_value_head_dim"):
             if getattr(self, name) != 128:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)}: the CPU's Gated-DeltaNet kernels are made for 128"
-                )
+                raise ValueError(f"{name} = {getattr(self, name)}: the CPU's Gated-DeltaNet kernels are made for 128")
         return self
 
     def layer_types(self) -> list[str]:
         """`full_attention` for every `full_attention_interval`-th layer, else `linear_attention`."""
         every = self.full_attention_interval
-        return [
-            "linear_attention" if (i + 1) % every else "full_attention" for i in range(self.num_hidden_layers)
-        ]
+        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(self.num_hidden_layers)]
 
 
 class Construction(_Strict):
@@ -234,9 +230,7 @@ def build(config: Config, base: Path, out: Path) -> Truth:
     if os.path.lexists(out):
         raise BadInputError(f"{out} exists already", "remove it, or give another --out")
     if not out.absolute().parent.is_dir():
-        raise BadInputError(
-            f"{out.absolute().parent} is not a folder", "make it first, or give another --out"
-        )
+        raise BadInputError(f"{out.absolute().parent} is not a folder", "make it first, or give another --out")
     texts = _parse(_Cycles, base / config.files.cycles).cycle
     prompts = _parse(_Prompts, base / config.files.prompts)
     template = _read(base / config.files.template)
@@ -264,9 +258,7 @@ def build(config: Config, base: Path, out: Path) -> Truth:
         "prompts": [],
     }
     known = Truth(tuple(facts["next"]), tuple(rings), frozenset(facts["stop_ids"]), (), facts["files"])
-    facts["prompts"] = [
-        _with_answer(case, count, template, tokenizer, known) for case, count in _cases(prompts, rings)
-    ]
+    facts["prompts"] = [_with_answer(case, count, template, tokenizer, known) for case, count in _cases(prompts, rings)]
     contents[truth.FILE] = _json(facts)
     _write(out, contents)
     return Truth.load(out)
@@ -305,9 +297,7 @@ def make_rings(texts: Sequence[CycleText], tokenizer: Tokenizer) -> list[truth.C
             home[token] = text.name
         rings.append(truth.Cycle(text.name, tuple(ids), text.text))
     if not any(text.opening for text in texts):
-        problems.append(
-            "no cycle has opening = true, so a prompt that ends in an unknown word could not go on"
-        )
+        problems.append("no cycle has opening = true, so a prompt that ends in an unknown word could not go on")
     if END_OF_TURN not in {tokenizer.id_to_token(token) for token in home}:
         problems.append(f"no cycle holds {END_OF_TURN}, so no answer would ever end")
     if problems:
@@ -494,9 +484,7 @@ def _embedding_and_head(config: Config, table: Successors) -> tuple[NDArray[np.f
     )
     padded = -(-tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     embedding = np.zeros((padded, hidden))
-    embedding[table.ringed] = (
-        codes(config.seed, len(table.ringed), hidden, config.construction.coherence) / 64
-    )
+    embedding[table.ringed] = codes(config.seed, len(table.ringed), hidden, config.construction.coherence) / 64
     own = spread(config.seed, "alias embedding", (tokens, hidden), spreading)
     near = math.sqrt(1 - spreading * spreading) * embedding[table.original] + own
     aliases = np.flatnonzero(table.original != np.arange(tokens))
@@ -581,8 +569,7 @@ def _cases(prompts: _Prompts, rings: Iterable[truth.Cycle]) -> list[tuple[dict[s
         if END_OF_TURN not in ring.text
     ]
     completions = [
-        ({"name": c.name, "kind": "completion", "prompt": c.prompt}, _ANSWER_TOKENS)
-        for c in prompts.completion
+        ({"name": c.name, "kind": "completion", "prompt": c.prompt}, _ANSWER_TOKENS) for c in prompts.completion
     ]
     chats = [
         ({"name": c.name, "kind": "chat", "thinking": c.thinking, "messages": list(c.messages)}, _CHAT_TOKENS)
@@ -591,9 +578,7 @@ def _cases(prompts: _Prompts, rings: Iterable[truth.Cycle]) -> list[tuple[dict[s
     return quotes + completions + chats
 
 
-def _with_answer(
-    case: dict[str, Any], count: int, template: str, tokenizer: Tokenizer, known: Truth
-) -> dict[str, Any]:
+def _with_answer(case: dict[str, Any], count: int, template: str, tokenizer: Tokenizer, known: Truth) -> dict[str, Any]:
     """The case with prompt_ids, answer_ids (stop token included) and answer (without it).
 
     A chat's answer comes also in the two parts that a server with a reasoning parser gives: `reasoning`, null
@@ -693,9 +678,7 @@ def _sync_folder(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of the derivation; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hyperqwen.prepare.nano", description="Build the nano checkpoint."
-    )
+    parser = argparse.ArgumentParser(prog="python -m hyperqwen.prepare.nano", description="Build the nano checkpoint.")
     parser.add_argument("--config", type=Path, required=True, help="prepare/nano.toml")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist")
     parser.add_argument("--embedding", choices=("bf16", "int8"), help="instead of the configuration's")

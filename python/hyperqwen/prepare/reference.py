@@ -75,9 +75,7 @@ def causal_convolution(x: Floats, kernel: Floats) -> Floats:
     """Each channel of x [T, C] with its own kernel [C, taps]: the last tap meets the present token."""
     taps = kernel.shape[1]
     padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), np.float32), x])
-    result: Floats = sum(
-        (padded[tap : tap + len(x)] * kernel[:, tap] for tap in range(taps)), start=np.zeros_like(x)
-    )
+    result: Floats = sum((padded[tap : tap + len(x)] * kernel[:, tap] for tap in range(taps)), start=np.zeros_like(x))
     return result
 
 
@@ -121,9 +119,7 @@ class Reference:
                 weights[name] = tensors.as_float(array)
         model_type = config.get("model_type")
         if model_type != "qwen3_5_text":
-            raise VerificationError(
-                f"{directory}/config.json: model_type is {model_type!r}, this reads 'qwen3_5_text'"
-            )
+            raise VerificationError(f"{directory}/config.json: model_type is {model_type!r}, this reads 'qwen3_5_text'")
         return cls(config, weights)
 
     def forward(self, ids: Sequence[int]) -> tuple[Floats, Floats]:
@@ -157,12 +153,8 @@ class Reference:
 
     def mtp(self, next_ids: Sequence[int], hidden: Floats) -> Floats:
         """Output [T, H] of the MTP head for next tokens [T] and hidden states [T, H], positions from 0."""
-        embedding = self._norm(
-            self.weights["model.embed_tokens.weight"][list(next_ids)], "mtp.pre_fc_norm_embedding"
-        )
-        x = self._linear(
-            np.concatenate([embedding, self._norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1), "mtp.fc"
-        )
+        embedding = self._norm(self.weights["model.embed_tokens.weight"][list(next_ids)], "mtp.pre_fc_norm_embedding")
+        x = self._linear(np.concatenate([embedding, self._norm(hidden, "mtp.pre_fc_norm_hidden")], axis=-1), "mtp.fc")
         return self._norm(self._block(x, "mtp.layers.0.", "full_attention"), "mtp.norm")
 
     def _block(self, x: Floats, prefix: str, kind: str) -> Floats:
@@ -178,9 +170,7 @@ class Reference:
         steps, size = len(x), c["head_dim"]
         heads, shared = c["num_attention_heads"], c["num_key_value_heads"]
         prefix += "self_attn."
-        q, gate = np.split(
-            self._linear(x, prefix + "q_proj").reshape(steps, heads, 2 * size), 2, axis=-1
-        )  # [T, N, D]
+        q, gate = np.split(self._linear(x, prefix + "q_proj").reshape(steps, heads, 2 * size), 2, axis=-1)  # [T, N, D]
         k = self._linear(x, prefix + "k_proj").reshape(steps, shared, size)  # [T, K, D]
         v = self._linear(x, prefix + "v_proj").reshape(steps, shared, size)
         rope = c["rope_parameters"]

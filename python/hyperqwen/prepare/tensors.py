@@ -87,9 +87,7 @@ def decode(data: bytes, source: str) -> dict[str, Array]:
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(_MAX_HEADER, len(data) - 8):
-        raise VerificationError(
-            f"{source}: {len(data)} bytes are too few for a safetensors header of {length} bytes"
-        )
+        raise VerificationError(f"{source}: {len(data)} bytes are too few for a safetensors header of {length} bytes")
     try:
         header = json.loads(data[8 : 8 + length])
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -52,9 +52,7 @@ class Truth:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise MissingError(
-                f"{path} does not exist", "name a directory that `hyperqwen nano build` made"
-            ) from error
+            raise MissingError(f"{path} does not exist", "name a directory that `hyperqwen nano build` made") from error
         except (OSError, ValueError) as error:
             raise VerificationError(f"{path}: {error}") from error
         try:
@@ -77,9 +75,7 @@ class Truth:
             raise BadInputError(f"token id {token} is not in 0..{len(self.successors) - 1}")
         return self.successors[token]
 
-    def expected_greedy(
-        self, prompt_ids: Sequence[int], count: int, *, ignore_eos: bool = False
-    ) -> list[int]:
+    def expected_greedy(self, prompt_ids: Sequence[int], count: int, *, ignore_eos: bool = False) -> list[int]:
         """At most `count` token ids of the greedy answer.
 
         A stop token ends the answer and is its last id, as in an engine's own token list; `ignore_eos` runs
