@@ -25,7 +25,10 @@ let
   };
 
   # One of our own commands that checks the repository.
-  command = name: arguments: check name outputs.hyperqwen ../checks/command.py { root = repository; inherit arguments; };
+  command = name: arguments: check name outputs.hyperqwen ../checks/command.py {
+    root = repository;
+    inherit arguments;
+  };
 
   engineTests = testEnvironment outputs.engine-cpu;
 
@@ -35,11 +38,13 @@ let
   };
 
   # The engine with the series less one patch: there, that patch's own test has to fail.
-  withoutPatch = entry: check "needed-${entry.name}" (testEnvironment (lib.engineWithout entry.file)) ../checks/must_fail.py {
-    root = repository;
-    patch = entry.file;
-    variables = nano;
-  };
+  withoutPatch = entry:
+    let env = testEnvironment (lib.engineWithout entry.file);
+    in check "needed-${entry.name}" env ../checks/must_fail.py {
+      root = repository;
+      patch = entry.file;
+      variables = nano;
+    };
 in
 {
   unit = pytest "unit" outputs.hyperqwen [ "python/tests" ] { };

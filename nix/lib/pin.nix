@@ -1,5 +1,5 @@
 # A pin is a fixed-output derivation of a known name and sha256. Nothing is downloaded in a build: the bytes are seeded
-# into the store beforehand (`./hq`, `hyperqwen fetch`), where any fetcher of the same name and hash gives the same path.
+# beforehand (`./hq`, `hyperqwen fetch`), where any fetcher of the same name and hash gives the same path.
 # `fetchers` replaces that: a NixOS host passes nixpkgs' own, and needs no seeding.
 { system
 , pins # { wheels; debs; } as read from nix/pins/*.json
