@@ -190,7 +190,7 @@ def render(pins: PinSet, kind: str) -> str:
 
 
 class _Duplicate(Exception):
-    pass
+    """A JSON object that has its key (the message) twice, which json.loads would settle in silence."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -36,7 +36,10 @@ def claim(host: str, port: int) -> socket.socket:
         raise BadInputError(
             f"host {host!r} has no address ({error.strerror})", "use 127.0.0.1, or an address of this machine"
         ) from None
-    listener = socket.socket(family, kind, protocol)
+    try:
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UnsuitableError(f"this machine cannot listen on {host}: {error.strerror}", "use 127.0.0.1") from None
     try:
         # Without it, connections of a server that just stopped would block the port for a minute.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,12 +84,11 @@ class Host:
             "print('nix ran')\n",
         )
 
-    def apt(self, *, works: bool = True, brings: str = "nix") -> None:
-        """An apt-get that puts the program `brings` on PATH."""
+    def apt(self, *, works: bool = True) -> None:
+        """An apt-get that puts nix on PATH, where it was not."""
         hidden = self.folder / "package"
-        if (self.bin / brings).exists():
-            (self.bin / brings).rename(hidden)
-        install = f"os.path.exists({str(hidden)!r}) and os.rename({str(hidden)!r}, {str(self.bin / brings)!r})"
+        (self.bin / "nix").rename(hidden)
+        install = f"os.path.exists({str(hidden)!r}) and os.rename({str(hidden)!r}, {str(self.bin / 'nix')!r})"
         self.program(
             self.bin / "apt-get",
             "apt-get",
@@ -110,11 +110,11 @@ class Host:
             timeout=60,
         )
 
-    def calls(self, program: str) -> list[dict[str, object]]:
+    def calls(self, program: str) -> list[dict[str, Any]]:
         entries = [json.loads(line) for line in self.journal.read_text().splitlines()] if self.journal.exists() else []
         return [entry for entry in entries if entry["program"] == program]
 
-    def argvs(self, program: str) -> list[object]:
+    def argvs(self, program: str) -> list[list[str]]:
         return [entry["argv"] for entry in self.calls(program)]
 
 
@@ -151,7 +151,6 @@ def test_exactly_the_missing_pins_are_fetched(host: Host, pins: list[str]) -> No
     assert done.returncode == 0, done.stderr
     assert "3 pinned files are not in the store yet" in done.stderr
     (arguments,) = host.argvs("fetch")
-    assert isinstance(arguments, list)
     assert arguments[0] == "--files" and set(arguments[1:]) == {wheel, deb, seed_file}
     assert host.argvs("nix")[-1] == ["build", ".#demo"]
 
@@ -270,6 +269,22 @@ def test_a_python_that_is_too_old(host: Host) -> None:
     host.program(host.bin / "python3", "python3", "sys.exit(3)")
     done = host.run("build", ".#nano")
     assert done.returncode == 3 and "not found: python3\n" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "installed"), [(DEBIAN_12, True), ("ID=other\n", False)])
+def test_a_python_without_pip(host: Host, text: str, installed: bool) -> None:
+    host.user(0)
+    host.release.write_text(text)
+    probe = f"if '-c' in sys.argv and not os.path.exists({str(host.folder / 'installed')!r}): sys.exit(4)\n"
+    run = f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])"
+    host.program(host.bin / "python3", "python3", probe + run)
+    host.program(host.bin / "apt-get", "apt-get", f"record()\nopen({str(host.folder / 'installed')!r}, 'w').close()")
+
+    done = host.run("build", ".#nano")
+
+    # Elsewhere the fetcher says it, if it comes to that: an index may be named by hand.
+    assert done.stdout == "nix ran\n", done.stderr
+    assert [argv[-1:] for argv in host.argvs("apt-get")] == ([["-q"], ["python3-pip"]] if installed else [])
 
 
 def test_fetch_goes_to_the_fetcher(host: Host) -> None:
