@@ -42,9 +42,7 @@ def test_a_port_can_be_claimed_again_at_once() -> None:
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
 def test_a_host_of_another_machine(host: str) -> None:
-    with pytest.raises(
-        (BadInputError, UnsuitableError), match=r"not an address of this machine|cannot listen"
-    ):
+    with pytest.raises((BadInputError, UnsuitableError), match=r"not an address of this machine|cannot listen"):
         ports.claim(host, 18020)
 
 
