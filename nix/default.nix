@@ -148,7 +148,6 @@ let
       engine_id = baseNameOf engineCpu;
       model = "${nano}";
       profile = "${../profiles/demo.toml}";
-      cc = "${cc}/bin";
     };
   };
 

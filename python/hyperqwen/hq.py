@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -358,9 +359,17 @@ def _pins_among(wanted: Mapping[str, str]) -> list[str]:
 
 
 def fetch(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the fetcher with `arguments`; its exit code."""
+    """Run the fetcher with `arguments`; its exit code, negative if a signal ended it."""
     child = {**environ, "PYTHONPATH": str(PYTHON_DIR), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([sys.executable, "-m", "hyperqwen.pins.fetch", *arguments], env=child, check=False).returncode
+    fetcher = subprocess.Popen([sys.executable, "-m", "hyperqwen.pins.fetch", *arguments], env=child)
+    # It has things to put in order when it is stopped. A ctrl-C of the terminal reaches it without our help.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _frame: fetcher.send_signal(number))
+    try:
+        return fetcher.wait()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def with_no_link(argv: Sequence[str], writable: bool) -> list[str]:
@@ -389,6 +398,10 @@ def seed(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return fetch([*(["--store", request.store] if request.store else []), "--files", *files], environ)
 
 
+def _shell_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Be `nix`, after making sure of what it needs."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -399,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     environ = environment(os.environ, checkout)
     try:
         if argv[0] == "fetch":
-            sys.exit(fetch(argv[1:], environ))
+            sys.exit(_shell_code(fetch(argv[1:], environ)))
         shown = subprocess.run(["nix", "--version"], capture_output=True, encoding="utf-8", check=False)
         check_version(shown.stdout)
         code = seed(argv, environ)
@@ -409,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _say(str(error))
         sys.exit(error.exit_code)
     if code != OK:
-        sys.exit(code)
+        sys.exit(_shell_code(code))
     final = with_no_link(argv, os.access(".", os.W_OK))
     if final != list(argv):
         _say("this folder is read-only: no link `result` is made")

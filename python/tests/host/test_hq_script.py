@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,11 @@ class Host:
         (self.checkout / "python/hyperqwen").mkdir(parents=True)
         (self.checkout / "nix/pins").mkdir(parents=True)
         source = (ROOT / "hq").read_text()
-        assert source.count("/etc/os-release") == 2
+        assert source.count("/etc/os-release") == 2 and source.count("/usr/bin/python3") == 1
         self.release = folder / "os-release"
         self.release.write_text(DEBIAN_12)
+        self.system_python = folder / "system-python3"
+        source = source.replace("/usr/bin/python3", str(self.system_python))
         (self.checkout / "hq").write_text(source.replace("/etc/os-release", str(self.release)))
         (self.checkout / "hq").chmod(0o755)
         package = ROOT / "python/hyperqwen"
@@ -108,6 +112,17 @@ class Host:
             capture_output=True,
             text=True,
             timeout=60,
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self.checkout / "hq"), *arguments],
+            cwd=self.folder,
+            env={"PATH": str(self.bin), "HOME": str(self.folder), "NIX_REMOTE": str(self.folder / "store")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def calls(self, program: str) -> list[dict[str, Any]]:
@@ -271,6 +286,13 @@ def test_a_python_that_is_too_old(host: Host) -> None:
     assert done.returncode == 3 and "not found: python3\n" in done.stderr
 
 
+def test_the_systems_python_stands_in_for_an_old_one_on_path(host: Host) -> None:
+    host.program(host.bin / "python3", "python3", "sys.exit(3)")
+    host.program(host.system_python, "python3", f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])")
+    done = host.run("build", ".#nano")
+    assert done.stdout == "nix ran\n" and host.argvs("apt-get") == [], done.stderr
+
+
 @pytest.mark.parametrize(("text", "installed"), [(DEBIAN_12, True), ("ID=other\n", False)])
 def test_a_python_without_pip(host: Host, text: str, installed: bool) -> None:
     host.user(0)
@@ -291,6 +313,33 @@ def test_fetch_goes_to_the_fetcher(host: Host) -> None:
     done = host.run("fetch", "serve-cpu", "--check", FETCH="4")
     assert done.returncode == 4
     assert host.argvs("fetch") == [["serve-cpu", "--check"]] and host.argvs("nix") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_fetcher_is_given_time_to_stop(host: Host, pins: list[str], number: signal.Signals) -> None:
+    host.nix("2.8.0", missing=[pins[0]])
+    host.program(
+        host.checkout / "python/hyperqwen/pins/fetch.py",
+        "fetch",
+        "import signal, time\n"
+        "def stop(number, _):\n    time.sleep(1); record(tidy=True); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)\n"
+        "record()\ntime.sleep(60)",
+    )
+    process = host.start("build", ".#demo")
+    deadline = time.monotonic() + 20
+    while not host.calls("fetch") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    # As a terminal does: ctrl-C goes to every process of the group, a service manager's SIGTERM to the first.
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert host.calls("fetch")[-1].get("tidy"), "it was killed before it had put things in order"
+    assert host.argvs("nix") == [["build", "--dry-run", ".#demo"]]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
