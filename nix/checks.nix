@@ -19,10 +19,12 @@ let
   # pytest in the environment under test: the tests' own tools lie over it.
   testEnvironment = base: layer "${base.name}-tests" ([ base ] ++ lib.testTools);
 
-  pytest = name: python: tests: variables: check name python ../checks/pytest_run.py {
-    inherit tests variables;
-    root = repository;
+  pytest = name: python: tests: root: variables: check name python ../checks/pytest_run.py {
+    inherit tests root variables;
   };
+
+  # What the engine's tests read: an edit elsewhere does not run them again.
+  engineSources = lib.subset ../. [ "checks/engine" "checks/lossless" "checks/routes.py" ];
 
   # One of our own commands that checks the repository.
   command = name: arguments: check name outputs.hyperqwen ../checks/command.py {
@@ -41,13 +43,22 @@ let
   withoutPatch = entry:
     let env = testEnvironment (lib.engineWithout entry.file);
     in check "needed-${entry.name}" env ../checks/must_fail.py {
-      root = repository;
+      root = lib.subset ../. [
+        "checks/engine"
+        "checks/lossless"
+        "checks/pytest_run.py"
+        "checks/routes.py"
+        "patches"
+        "python/hyperqwen/__init__.py"
+        "python/hyperqwen/errors.py"
+        "python/hyperqwen/patches"
+      ];
       patch = entry.file;
       variables = nano;
     };
 in
 {
-  unit = pytest "unit" outputs.hyperqwen [ "python/tests" ] { };
+  unit = pytest "unit" outputs.hyperqwen [ "python/tests" ] repository { };
   lint = check "lint" outputs.hyperqwen ../checks/lint.py { root = repository; };
   docs = command "docs" [ "docs" "check" ];
   hosts = check "hosts" outputs.hyperqwen ../checks/hosts.py { root = repository; };
@@ -86,8 +97,11 @@ in
 
   compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
 
-  routes = check "routes" outputs.engine-cpu ../checks/script.py { script = "checks/routes.py"; root = repository; };
-  engine = pytest "engine" engineTests [ "checks/engine" ] nano;
+  routes = check "routes" outputs.engine-cpu ../checks/script.py {
+    script = "checks/routes.py";
+    root = lib.subset ../. [ "checks/pytest_run.py" "checks/routes.py" ];
+  };
+  engine = pytest "engine" engineTests [ "checks/engine" ] engineSources nano;
   serve = check "serve" outputs.hyperqwen ../checks/serve.py { demo = outputs.demo; nano = outputs.nano; };
-  lossless = pytest "lossless" engineTests [ "checks/lossless" ] nano;
+  lossless = pytest "lossless" engineTests [ "checks/lossless" ] engineSources nano;
 } // listToAttrs (map (entry: { name = "needed-${entry.name}"; value = withoutPatch entry; }) lib.patchList)

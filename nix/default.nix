@@ -65,18 +65,21 @@ let
   };
 
   # Our own code -----------------------------------------------------------------------------------------------------
-  sources = parts: path {
+  # subset :: folder -> [part] -> source: what a derivation reads of this repository, so that nothing else rebuilds it.
+  subset = root: parts: path {
     name = "hyperqwen-source";
-    path = ../python;
+    path = root;
     filter = file: type:
       let
-        relative = builtins.substring (builtins.stringLength (toString ../python) + 1) (-1) (toString file);
-        inside = part: relative == part || builtins.substring 0 (builtins.stringLength part + 1) relative == "${part}/"
-          # the folders on the way down to a part
-          || builtins.substring 0 (builtins.stringLength relative + 1) part == "${relative}/";
+        at = toString file;
+        relative = builtins.substring (builtins.stringLength (toString root) + 1) (-1) at;
+        startsWith = prefix: text: builtins.substring 0 (builtins.stringLength prefix) text == prefix;
+        # a part, what is below it, and the folders on the way down to it
+        inside = part: relative == part || startsWith "${part}/" relative || startsWith "${relative}/" part;
       in
-      baseNameOf file != "__pycache__" && builtins.any inside parts;
+      baseNameOf at != "__pycache__" && builtins.any inside parts;
   };
+  sources = subset ../python;
   package = name: parts: scripts: build name ./build/package.py {
     inherit name version scripts;
     source = sources parts;
@@ -169,7 +172,7 @@ let
     inherit system;
     outputs = packages;
     lib = {
-      inherit buildWith layer engineWithout patchList pins;
+      inherit buildWith layer engineWithout patchList pins subset;
       testTools = map (name: unpack "" (pin.wheelNamed "tools" name))
         [ "pytest" "pluggy" "iniconfig" "hypothesis" "sortedcontainers" ];
     };

@@ -1,4 +1,4 @@
-"""A fresh Debian box: a minimal root made by debootstrap, with this host's mirror, index, certificates and name servers.
+"""A fresh Debian box: a minimal root by debootstrap, with this host's mirror, index, certificates and name servers.
 
 Nothing of this host's Nix, Python or downloads is in it: link folders and file: indexes of pip's stay outside, so that
 what a box fetches it fetches from the network.
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from hyperqwen.errors import UnsuitableError
 from hyperqwen.pins.sources import PipSettings, apt_sites, pip_settings
-
 from measure.host import Done, captured, say, timed
 
 ENTER = Path(__file__).resolve().parent / "enter.py"
@@ -134,8 +133,7 @@ class Box:
         self.path.mkdir(parents=True)
         command, variables = _debootstrap(self.path.parent / "debootstrap")
         say(f"making a minimal {self.suite} in {self.path}")
-        wanted = [f"--include={','.join(self.include)}"] if self.include else []
-        options = ["--variant=minbase", f"--keyring={KEYRING}", *wanted]
+        options = ["--variant=minbase", f"--keyring={KEYRING}"]
         # debootstrap mounts /proc in its target: in a mount namespace of its own, nothing can stay behind.
         spaced = ["unshare", "--mount", "--", *command, *options, self.suite, str(self.path), main]
         captured(spaced, environ={**os.environ, **variables})
@@ -151,6 +149,12 @@ class Box:
             self._write(BUNDLE.lstrip("/"), bundle.read_bytes())
         for extra in sorted(Path("/usr/local/share/ca-certificates").glob("*.crt")):
             self._write(f"usr/local/share/ca-certificates/{extra.name}", extra.read_bytes())
+        if self.include:
+            # By apt and not by debootstrap, which knows no alternatives and no virtual packages.
+            say(f"installing {', '.join(self.include)} in it")
+            install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *self.include]
+            for step in (["apt-get", "update", "-q"], install):
+                self.run(step, variables={"DEBIAN_FRONTEND": "noninteractive"}, quiet=True).checked()
 
     def _write(self, name: str, content: str | bytes) -> None:
         target = self.path / name
@@ -168,12 +172,19 @@ class Box:
             say(f"removing {self.path}")
             shutil.rmtree(self.path)
 
-    def run(self, command: Sequence[str], *, variables: Mapping[str, str] | None = None, folder: str = "/root") -> Done:
-        """Run `command` in the box, as root, with a fresh login's environment; its errors go to our stderr."""
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        folder: str = "/root",
+        quiet: bool = False,
+    ) -> Done:
+        """Run `command` in the box, as root, with a fresh login's environment; `quiet` keeps its stderr."""
         kept = {name: os.environ[name] for name in _PROXIES if name in os.environ}
         environ = {"PATH": PROGRAMS, "HOME": "/root", "LANG": "C.UTF-8", **kept, **(variables or {})}
         start = ["env", "-C", folder, *command]
-        return timed([sys.executable, "-I", str(ENTER), str(self.path), *start], environ=environ)
+        return timed([sys.executable, "-I", str(ENTER), str(self.path), *start], environ=environ, quiet=quiet)
 
     def add_clone(self, repository: Path, commit: str, folder: str = "/root/hyperqwen") -> None:
         """Put a clone of `repository` at `commit` into the box, as a user's own `git clone` would."""

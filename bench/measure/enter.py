@@ -64,9 +64,11 @@ def main(arguments: Sequence[str]) -> int:
         except OSError as error:
             print(f"enter: {error}", file=sys.stderr, flush=True)
             os._exit(3)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # ctrl-C reaches the command by itself; the first process of a namespace decides what a signal does.
-        signal.signal(number, lambda *_: None if number == signal.SIGINT else os.kill(child, signal.SIGTERM))
+    # ctrl-C reaches the command by itself. Other signals do not end the first process of a namespace that has not asked
+    # for them, so it is killed, and the kernel ends the rest.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.kill(child, signal.SIGKILL))
     _, status = os.waitpid(child, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 

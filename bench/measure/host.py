@@ -45,9 +45,9 @@ class Done:
     together: int = 0
 
     def checked(self) -> Done:
-        """This, if the command succeeded; raises HyperqwenError with the end of its stderr otherwise."""
+        """This, if the command succeeded; raises HyperqwenError with the end of what it said otherwise."""
         if self.code != 0:
-            tail = "\n    ".join(self.stderr.strip().splitlines()[-8:])
+            tail = "\n    ".join((self.stderr.strip() or self.stdout.strip()).splitlines()[-8:])
             raise HyperqwenError(f"exit code {self.code} of: {self.command}" + (f"\n    {tail}" if tail else ""))
         return self
 
