@@ -27,9 +27,9 @@ let
   engineSources = lib.subset ../. [ "checks/engine" "checks/lossless" "checks/routes.py" ];
 
   # One of our own commands that checks the repository.
-  command = name: arguments: check name outputs.hyperqwen ../checks/command.py {
+  command = name: arguments: check name outputs.hyperqwen ../checks/run.py {
     root = repository;
-    inherit arguments;
+    arguments = [ "-c" "from hyperqwen.cli import main; main(prog_name='hyperqwen')" ] ++ arguments;
   };
 
   engineTests = testEnvironment outputs.engine-cpu;
@@ -97,8 +97,8 @@ in
 
   compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
 
-  routes = check "routes" outputs.engine-cpu ../checks/script.py {
-    script = "checks/routes.py";
+  routes = check "routes" outputs.engine-cpu ../checks/run.py {
+    arguments = [ "checks/routes.py" ];
     root = lib.subset ../. [ "checks/pytest_run.py" "checks/routes.py" ];
   };
   engine = pytest "engine" engineTests [ "checks/engine" ] engineSources nano;

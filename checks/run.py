@@ -1,6 +1,6 @@
-"""A script of checks/ that is also run by hand, in the environment that this interpreter belongs to.
+"""Run this interpreter with some arguments on a copy of the repository; what it prints is the report.
 
-spec: root (the repository), script (path in it).
+spec: root (the repository, or the part that matters), arguments (of Python).
 """
 
 import json
@@ -12,17 +12,15 @@ with open(os.environ["specPath"]) as spec_file:
     spec = json.load(spec_file)
 sys.path.insert(0, f"{spec['root']}/checks")
 
-from pytest_run import environment, repository
+from pytest_run import environment, repository  # noqa: E402
 
 
 def main() -> None:
     copy = repository(spec["root"])
-    # The engine's own copy of our package is what runs, not the sources.
-    variables = {key: value for key, value in environment({}, copy).items() if key != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, "-B", str(copy / spec["script"])],
-        env=variables,
+        [sys.executable, "-B", *spec["arguments"]],
         cwd=copy,
+        env=environment({"NO_COLOR": "1", "COLUMNS": "100"}, copy),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
