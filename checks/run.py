@@ -12,7 +12,7 @@ with open(os.environ["specPath"]) as spec_file:
     spec = json.load(spec_file)
 sys.path.insert(0, f"{spec['root']}/checks")
 
-from pytest_run import environment, repository  # noqa: E402
+from pytest_run import environment, repository
 
 
 def main() -> None:
