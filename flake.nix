@@ -1,5 +1,5 @@
 {
   description = "hyperqwen: a pinned, patched vLLM that serves Qwen3.8-27B on one GPU, built without flake inputs";
 
-  outputs = { self }: import ./nix { inherit self; };
+  outputs = _: import ./nix { };
 }

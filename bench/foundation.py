@@ -32,8 +32,6 @@ from measure.parts import PARTS, Job  # noqa: E402
 
 from hyperqwen.errors import FAILURE, INTERRUPTED, OK, UNVERIFIED, BadInputError, HyperqwenError  # noqa: E402
 
-# Memory is read off the same second builds.
-ALIASES = {"memory": "rebuild"}
 # A value that is not 0 here is a defect, not slowness.
 COUNTED = ("wheels", "derivations", "packages", "outputs")
 
@@ -45,21 +43,21 @@ def parser() -> argparse.ArgumentParser:
         description="Measure what the foundation promises, and write a record.",
         epilog="parts: " + "; ".join(f"{name}: {part.__doc__}" for name, part in PARTS.items()),
     )
-    names = [*PARTS, *ALIASES, "all", "show"]
+    names = [*PARTS, "all", "show"]
     shown.add_argument("parts", nargs="+", metavar="PART", choices=names, help=", ".join(names))
     shown.add_argument("--out", type=Path, help="the record (default: bench/results/foundation-DATE.json)")
     shown.add_argument("--work", type=Path, help="scratch folder, with space (default: below /var/tmp)")
     shown.add_argument("--commit", default="HEAD", help="what to measure (default: HEAD)")
     shown.add_argument("--suite", default="bookworm", choices=["bookworm", "trixie"], help="Debian of the fresh box")
     shown.add_argument("--keep", action="store_true", help="leave the boxes in the scratch folder")
-    shown.add_argument("--deep", action="store_true", help="rebuild: every derivation of packages and checks")
+    shown.add_argument("--deep", action="store_true", help="rebuild: also every derivation behind a package")
     shown.add_argument("--repeats", type=int, default=3, help="eval, patch: runs, of which the median counts")
     return shown
 
 
 def chosen(parts: Sequence[str]) -> list[str]:
     """The parts meant, each once, in the order of PARTS: the cheap ones first."""
-    wanted = set(PARTS) if "all" in parts else {ALIASES.get(part, part) for part in parts}
+    wanted = set(PARTS) if "all" in parts else set(parts)
     return [name for name in PARTS if name in wanted]
 
 

@@ -1,6 +1,7 @@
 """No output refers to a second copy of a wheel, to a wheel file, or to what only builds.
 
-spec: graphs (names of exportReferencesGraph files in the build folder), wheels ("name-version" of every pin).
+spec: graphs ({name of an exportReferencesGraph file in the build folder: how many wheels it must hold}),
+wheels ("name-version" of every pin).
 """
 
 import collections
@@ -27,12 +28,12 @@ def main() -> None:
         spec = json.load(file)
     wheels = set(spec["wheels"])
     report, problems = [], []
-    for graph in spec["graphs"]:
+    for graph, count in spec["graphs"].items():
         names = [path.split("-", 1)[1] for path in paths_of(graph)]
         copies = collections.Counter(name for name in names if name in wheels or name.rsplit("-", 1)[0] in wheels)
-        if not copies:
-            problems.append(f"{graph}: no wheel in its closure")
-        problems += [f"{graph}: {count} copies of {name}" for name, count in sorted(copies.items()) if count > 1]
+        if len(copies) < count:
+            problems.append(f"{graph}: {len(copies)} wheels in its closure, {count} expected: are they still named so?")
+        problems += [f"{graph}: {times} copies of {name}" for name, times in sorted(copies.items()) if times > 1]
         problems += [f"{graph}: refers to {name}" for name in names if name.endswith((".whl", ".deb"))]
         problems += [f"{graph}: refers to {name}, which only builds" for name in names if name.startswith(BUILD_ONLY)]
         report.append(f"{graph}: {len(names)} paths, {len(copies)} wheels\n")

@@ -39,7 +39,8 @@ def main() -> None:
     environment = {"PATH": bin_directory, "HOME": build, "TMPDIR": build, "LC_ALL": "C.UTF-8", "RUFF_NO_CACHE": "true"}
     config = f"{root}/python/pyproject.toml"
     code = ["python", "checks", "nix/build", "bench"]
-    code = [path for path in code if os.path.isdir(path)]
+    if missing := [path for path in code if not os.path.isdir(path)]:
+        sys.exit(f"nothing to lint in {missing}: the layout has changed")
     failed = []
     for command in (
         ["ruff", "check", "--config", config, *code],

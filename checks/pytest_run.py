@@ -10,6 +10,9 @@ import shutil
 import subprocess
 import sys
 
+# Nix itself sets no limit; the longest takes three minutes on two busy cores.
+LIMIT_SECONDS = 1800
+
 
 def repository(root: str) -> pathlib.Path:
     """The repository copied below the build folder: tests write caches, and the store is read-only."""
@@ -22,7 +25,7 @@ def repository(root: str) -> pathlib.Path:
 
 
 def environment(variables: dict[str, str], copy: pathlib.Path) -> dict[str, str]:
-    """What a test run sees: a home of its own, our sources first, no network, one thread."""
+    """What a test run sees: a home of its own, our sources first, told to stay offline, one thread."""
     home = copy.parent / "home"
     home.mkdir(exist_ok=True)
     return {
@@ -50,9 +53,24 @@ def run(root: str, tests: list[str], variables: dict[str, str]) -> "subprocess.C
         sys.exit(f"no such tests: {', '.join(missing)}")
     command = [sys.executable, "-B", "-m", "pytest", "-p", "no:cacheprovider", "-q", "--strict-markers", "-rfE",
                "--durations=5", *tests]  # fmt: skip
-    return subprocess.run(
-        command, cwd=copy, env=environment(variables, copy), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return finished(command, copy, environment(variables, copy))
+
+
+def finished(command: list[str], folder: pathlib.Path, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run to the end with both streams in one; one that hangs is ended, and fails with what it had printed."""
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as hung:
+        printed = hung.stdout.decode(errors="replace") if isinstance(hung.stdout, bytes) else hung.stdout or ""
+        sys.exit(f"{printed}\n{command[0]} did not end in {LIMIT_SECONDS} s")
 
 
 def main() -> None:

@@ -5,26 +5,19 @@ spec: root (the repository, or the part that matters), arguments (of Python).
 
 import json
 import os
-import subprocess
 import sys
 
 with open(os.environ["specPath"]) as spec_file:
     spec = json.load(spec_file)
 sys.path.insert(0, f"{spec['root']}/checks")
 
-from pytest_run import environment, repository
+from pytest_run import environment, finished, repository
 
 
 def main() -> None:
     copy = repository(spec["root"])
-    result = subprocess.run(
-        [sys.executable, "-B", *spec["arguments"]],
-        cwd=copy,
-        env=environment({"NO_COLOR": "1", "COLUMNS": "100"}, copy),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    variables = environment({"NO_COLOR": "1", "COLUMNS": "100"}, copy)
+    result = finished([sys.executable, "-B", *spec["arguments"]], copy, variables)
     print(result.stdout)
     if result.returncode:
         sys.exit(result.returncode)

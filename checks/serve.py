@@ -42,15 +42,17 @@ class Failures(list[str]):
 
 
 def processes() -> set[str]:
-    """Command lines of the engine's processes that are alive."""
+    """Command lines of this check's processes that are alive: those that have its home."""
+    mark = f"HOME={os.environ['NIX_BUILD_TOP']}/home".encode()
     found = set()
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 command = (entry / "cmdline").read_bytes()
+                ours = mark in (entry / "environ").read_bytes().split(bytes(1))
             except OSError:
                 continue
-            if b"engine-cpu" in command:
+            if ours and command:
                 found.add(f"{entry.name} {command.replace(bytes(1), b' ').decode()[:120]}")
     return found
 
@@ -86,16 +88,10 @@ def ask(client: httpx.Client, failures: Failures, truth: Truth) -> None:
     failures.expect("/health without a key", httpx.get(f"{client.base_url}health").status_code, 200)
 
 
-def serve(demo: str, failures: Failures, truth: Truth) -> float:
-    """Start, ask, stop by SIGTERM; seconds until it was ready."""
-    port, started = free_port(), time.monotonic()
-    server = subprocess.Popen(
-        [f"{demo}/bin/demo", "--port", str(port)],
-        env=environment() | {"HYPERQWEN_API_KEY": KEY},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def use(
+    server: subprocess.Popen[str], demo: str, port: int, started: float, failures: Failures, truth: Truth
+) -> tuple[float, str]:
+    """Wait until the server answers, ask it, stop it; seconds until it was ready, and what it printed."""
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}/", headers=headers, timeout=60) as client:
         while True:
@@ -111,13 +107,32 @@ def serve(demo: str, failures: Failures, truth: Truth) -> float:
         taken = subprocess.run(
             [f"{demo}/bin/demo", "--port", str(port)], env=environment(), text=True, capture_output=True, timeout=60
         )
-        failures.expect("exit code of a second demo on the same port", taken.returncode in (2, 3), True)
+        failures.expect("exit code of a second demo on the same port", taken.returncode, 3)
         if str(port) not in taken.stderr:
             failures.append(f"a second demo does not name the port: {taken.stderr}")
         ask(client, failures, truth)
     server.send_signal(signal.SIGTERM)
     output, _ = server.communicate(timeout=60)
     failures.expect("exit code after SIGTERM", server.returncode, 0)
+    return ready, output
+
+
+def serve(demo: str, failures: Failures, truth: Truth) -> float:
+    """Start, ask, stop by SIGTERM; seconds until it was ready."""
+    port, started = free_port(), time.monotonic()
+    server = subprocess.Popen(
+        [f"{demo}/bin/demo", "--port", str(port)],
+        env=environment() | {"HYPERQWEN_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        ready, output = use(server, demo, port, started, failures, truth)
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
     if "Traceback" in output:
         failures.append(f"a traceback:\n{output}")
     if left := processes():

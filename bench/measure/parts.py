@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from hyperqwen.hq import derivations
 from hyperqwen.pins.model import load, pins_dir
 from measure.box import Box
 from measure.host import GIB, Done, captured, require, require_space, say, timed
-from measure.nix import NO_CACHE, Nix, differing, drv_commands, version, wheel_builds
+from measure.nix import NO_CACHE, SYSTEM, Nix, differing, drv_commands, is_content_addressed, version, wheel_builds
 from measure.record import Figure
 
 DEMO = ["./hq", "run", ".#demo", "--", "--once", "hello"]
@@ -30,6 +30,12 @@ EVAL_TARGET = 2
 MEMORY_TARGET = 3
 # Debian's name for where the newest Nix is.
 CURRENT = "sid"
+BUILD = ["nix", "build", "--no-link", "--option", "max-jobs", "1"]
+# The same builder with the same inputs, but with an output path that does not depend on the bytes.
+TWIN = """
+let package = (builtins.getFlake (toString ./.)).packages.x86_64-linux.%s;
+in derivation (removeAttrs package.drvAttrs [ "__contentAddressed" "outputHashMode" "outputHashAlgo" ])
+"""
 # Small enough to build a second time under another Nix, and through every kind of builder.
 REBUILT_ELSEWHERE = ["libc", "stage", "runtime", "cc", "tools", "hyperqwen", "nano", "nano-int8", "vllm-patched"]
 
@@ -45,7 +51,6 @@ class Job:
     keep: bool
     deep: bool
     repeats: int
-    _clone: Path | None = None
 
     def clone(self, name: str = "clone") -> Path:
         """A clone of the commit in the scratch folder, made anew."""
@@ -68,12 +73,16 @@ def _said(done: Done, command: list[str]) -> Done:
     return Done(" ".join(command), done.code, done.stdout, done.stderr, done.seconds, done.largest, done.together)
 
 
+def _used(folder: Path) -> int:
+    """Bytes on disk below `folder`, of its own file system."""
+    return int(captured(["du", "--summarize", "--block-size=1", "--one-file-system", str(folder)]).split()[0])
+
+
 def _fresh(job: Job, name: str, command: list[str], space: float) -> Iterator[Figure]:
     require("apt-get", "dpkg-deb", "git", "unshare")
     require_space(job.work, space, f"a fresh box for `{' '.join(command)}`")
     with Box(job.work / f"box-{name}", job.suite, keep=job.keep) as box:
         box.add_clone(job.repository, job.commit)
-        before = shutil.disk_usage(job.work).used
         for again in (False, True):
             say(f"{' '.join(command)} in the fresh {job.suite}{', again' if again else ''}")
             done = _said(box.run(command, folder="/root/hyperqwen").checked(), command)
@@ -89,7 +98,7 @@ def _fresh(job: Job, name: str, command: list[str], space: float) -> Iterator[Fi
                 nix,
                 suite=job.suite,
                 stdout=done.stdout.strip(),
-                disk_gib=round((shutil.disk_usage(job.work).used - before) / GIB, 1),
+                disk_gib=round(_used(box.path) / GIB, 1),
             )
 
 
@@ -185,57 +194,84 @@ def patch(job: Job) -> Iterator[Figure]:
     )
 
 
+def _again(nix: Nix, commands: Mapping[str, list[str]]) -> tuple[Done, list[str], dict[str, dict[str, float]]]:
+    """Run each command, which builds something a second time. Returns all as one, the names that differ, the costs."""
+    differ, rows = [], {}
+    began = time.monotonic()
+    for number, (name, command) in enumerate(sorted(commands.items()), 1):
+        done = timed(command, environ=nix.environ, cwd=nix.clone, quiet=True, memory=True)
+        if done.code != 0:
+            if "may not be deterministic" not in done.stderr:
+                done.checked()
+            differ.append(name)
+        rows[name] = {
+            "seconds": round(done.seconds, 1),
+            "mib": max(done.together, done.largest) >> 20,
+            "largest_process_mib": done.largest >> 20,
+        }
+        said = f"{rows[name]['mib']} MiB, {rows[name]['seconds']} s{', DIFFERS' if name in differ else ''}"
+        say(f"{number}/{len(commands)} {name}: {said}")
+    return Done("nix build --rebuild, one by one", 0, "", "", time.monotonic() - began), differ, rows
+
+
+def _peak(job: Job, nix: Nix, what: str, whole: Done, rows: Mapping[str, dict[str, float]]) -> Figure:
+    top = max(rows, key=lambda name: rows[name]["mib"])
+    return job.figure(
+        f"peak memory of {what}",
+        rows[top]["mib"] / 1024,
+        "GiB",
+        MEMORY_TARGET,
+        whole,
+        nix.version,
+        of=top,
+        how="mib is the greater of largest_process_mib (kernel, exact; Nix itself is among the processes) and the "
+        "memory that no file backs, summed over all processes of the build (sampled 20 times a second)",
+        builds=rows,
+    )
+
+
 def rebuild(job: Job) -> Iterator[Figure]:
-    """Everything built a second time and compared, with the peak memory of what built it."""
+    """Every package built a second time and compared, and the peak memory of what built it."""
     require("nix", "nix-store", "git")
-    clone = job.clone()
+    clone = job.clone("clone-rebuild")
     nix = Nix(clone)
     packages = [name for name in nix.names("packages") if name not in ("default", "checks-all")]
     installables = [f".#{name}" for name in packages]
     say(f"building {len(packages)} packages, where they are not there yet")
     timed(["./hq", "build", "--no-link", *installables], cwd=clone).checked()
+    drvs = {name: nix.derivation(f".#{name}") for name in packages}
+    commands = {}
+    for name, path in drvs.items():
+        what = [f".#{name}"]
+        if is_content_addressed(Path(path).read_text(encoding="utf-8")):
+            # Other bytes have another path there, which --rebuild does not compare: so a twin without that is built.
+            what = ["--impure", "--expr", TWIN % name]
+            captured([*BUILD, *what], environ=nix.environ, cwd=clone)
+        commands[name] = [*BUILD, "--rebuild", *what]
     if job.deep:
-        # The engine without one patch, and the tests' environments, are behind the checks only.
-        checks = [f".#checks.x86_64-linux.{name}" for name in nix.names("checks")]
-        timed(["./hq", "build", "--no-link", *checks], cwd=clone).checked()
-        roots = [nix.derivation(name) for name in [*installables, *checks]]
-        targets = {Path(drv).name[33:-4] + " " + Path(drv).name[:8]: drv for drv in nix.builds_of(roots)}
-    else:
-        targets = {name: f".#{name}" for name in packages}
-    differ, rows = [], {}
-    began = time.monotonic()
-    for number, (name, target) in enumerate(sorted(targets.items()), 1):
-        command = ["nix", "build", "--no-link", "--rebuild", "--option", "max-jobs", "1", target]
-        done = timed(command, environ=nix.environ, cwd=clone, quiet=True, memory=True)
-        rows[name] = {
-            "seconds": round(done.seconds, 1),
-            "together_mib": done.together >> 20,
-            "largest_mib": done.largest >> 20,
-        }
-        say(f"{number}/{len(targets)} {name}: {rows[name]}{'' if done.code == 0 else ' FAILED'}")
-        if done.code != 0:
-            if "may not be deterministic" not in done.stderr:
-                done.checked()
-            differ.append(name)
-    shown = f"nix build --rebuild {'DERIVATION' if job.deep else '.#PACKAGE'}, one by one"
-    whole = Done(shown, 0, "", "", time.monotonic() - began)
-    what = "derivations" if job.deep else "packages"
+        behind = [path for path in nix.builds_of(list(drvs.values())) if path not in drvs.values()]
+        for path in behind:
+            commands[f"{Path(path).name[33:-4]} {Path(path).name[:8]}"] = ["nix-store", "--realise", "--check", path]
+    of = "derivations" if job.deep else "packages"
+    whole, differ, rows = _again(nix, commands)
     yield job.figure(
-        f"{what} that differ when rebuilt", len(differ), what, 0, whole, nix.version, of=len(rows), differ=differ
+        f"{of} that differ when rebuilt", len(differ), of, 0, whole, nix.version, of=len(rows), differ=differ
     )
-    peak = max(rows, key=lambda name: max(rows[name]["together_mib"], rows[name]["largest_mib"]))
-    yield job.figure(
-        f"peak memory of a builder ({what})",
-        max(rows[peak]["together_mib"], rows[peak]["largest_mib"]) / 1024,
-        "GiB",
-        MEMORY_TARGET,
-        whole,
-        nix.version,
-        of=peak,
-        how="the greater of: resident memory of the largest process (kernel, exact; Nix itself is among them); "
-        "memory that no file backs, summed over all processes of the build (sampled 20 times a second)",
-        builds=rows,
-    )
+    yield _peak(job, nix, f"a builder ({of})", whole, rows)
+
+
+def memory(job: Job) -> Iterator[Figure]:
+    """The peak memory of each check: they serve the model, and run what the packages are for."""
+    require("nix", "nix-store", "git")
+    clone = job.clone("clone-memory")
+    nix = Nix(clone)
+    say("running the checks, where they have not run yet")
+    timed(CHECK, cwd=clone).checked()
+    names = nix.names("checks")
+    commands = {name: [*BUILD, "--rebuild", f".#checks.{SYSTEM}.{name}"] for name in names}
+    # That a report names the seconds that a check took is no defect: what differs is not counted here.
+    whole, _, rows = _again(nix, commands)
+    yield _peak(job, nix, "a check", whole, rows)
 
 
 def drv(job: Job) -> Iterator[Figure]:
@@ -323,6 +359,7 @@ PARTS: dict[str, Callable[[Job], Iterator[Figure]]] = {
     "warm": warm,
     "drv": drv,
     "rebuild": rebuild,
+    "memory": memory,
     "fresh-demo": fresh_demo,
     "fresh-check": fresh_check,
 }

@@ -27,6 +27,7 @@ def test_a_single_request_decodes(tmp_path: Path) -> None:
          json.dumps([cycle[:2]]), str(TOKENS)],
         env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-2000:]
     answer, token = [], cycle[1]

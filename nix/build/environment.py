@@ -23,52 +23,47 @@ PYTHON = f"{OUT}/bin/python3"
 problems: list[str] = []
 
 
-def merge(sources: list[str], target: str, real: bool, skipped: tuple[str, ...] = ()) -> None:
-    """Link what the directories `sources` hold into `target`, recursing where more than one has a name.
-
-    Names that start with one of `skipped` are left out of `target` itself.
-    """
-    os.makedirs(target, exist_ok=True)
+def owners_of(sources: list[str], skipped: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    """Every name that the directories `sources` hold, sorted, with its paths; without those that `skipped` starts."""
     owners: dict[str, list[str]] = {}
     for source in sources:
         for name in os.listdir(source):
             if not name.startswith(skipped):
                 owners.setdefault(name, []).append(f"{source}/{name}")
-    for name, paths in sorted(owners.items()):
-        directories = [path for path in paths if os.path.isdir(path)]
-        destination = f"{target}/{name}"
-        if len(directories) != len(paths) and directories:
-            problems.append(f"{destination}: a directory in {directories[0]}, a file elsewhere: {paths}")
-        elif directories and (real or len(directories) > 1):
-            merge(directories, destination, real)
-        elif directories or len(paths) == 1:
-            # Link to where the bytes are, not to another environment's link to them.
-            os.symlink(os.path.realpath(paths[0]) if not os.path.isdir(paths[0]) else paths[0], destination)
-        else:
-            for other in paths[1:]:
-                if not filecmp.cmp(paths[0], other, shallow=False):
-                    problems.append(f"{destination}: {paths[0]} and {other} differ")
-            os.symlink(os.path.realpath(paths[0]), destination)
+    return sorted(owners.items())
+
+
+def merge(sources: list[str], target: str, real: bool, skipped: tuple[str, ...] = ()) -> None:
+    """Link what the directories `sources` hold into `target`, recursing where more than one has a name."""
+    os.makedirs(target, exist_ok=True)
+    for name, paths in owners_of(sources, skipped):
+        link(paths, f"{target}/{name}", real)
+
+
+def link(paths: list[str], destination: str, real: bool, skipped: tuple[str, ...] = ()) -> None:
+    """Link one name: a directory as a whole if it is the only one and not `real`, a file if all its owners agree."""
+    directories = [path for path in paths if os.path.isdir(path)]
+    if directories and len(directories) != len(paths):
+        problems.append(f"{destination}: a directory in {directories[0]}, a file elsewhere: {paths}")
+    elif directories and (real or skipped or len(directories) > 1):
+        merge(directories, destination, real, skipped)
+    elif directories:
+        os.symlink(paths[0], destination)
+    else:
+        for other in paths[1:]:
+            if not filecmp.cmp(paths[0], other, shallow=False):
+                problems.append(f"{destination}: {paths[0]} and {other} differ")
+        # To where the bytes are, not to another environment's link to them.
+        os.symlink(os.path.realpath(paths[0]), destination)
 
 
 def merge_site(sources: list[str]) -> None:
-    """site-packages: names in `real` go file by file, `ignored` files are left out, __pycache__ always merges."""
+    """site-packages: names in `real` go file by file; `ignored` modules are left out, and their byte code with them."""
     os.makedirs(SITE)
-    owners: dict[str, list[str]] = {}
-    for source in sources:
-        for name in os.listdir(f"{source}/site"):
-            if name not in spec["ignored"]:
-                owners.setdefault(name, []).append(f"{source}/site/{name}")
-    for name, paths in sorted(owners.items()):
-        destination = f"{SITE}/{name}"
-        if name == "__pycache__":
-            merge(paths, destination, False, tuple(ignored.removesuffix("py") for ignored in spec["ignored"]))
-        elif all(os.path.isdir(path) for path in paths) and (len(paths) > 1 or name in spec["real"]):
-            merge(paths, destination, name in spec["real"])
-        elif len(paths) == 1:
-            os.symlink(paths[0], destination)
-        else:
-            problems.append(f"{destination}: several sources: {paths}")
+    modules = tuple(spec["ignored"])
+    codes = tuple(module.removesuffix("py") for module in modules)
+    for name, paths in owners_of([f"{source}/site" for source in sources], modules):
+        link(paths, f"{SITE}/{name}", name in spec["real"], codes if name == "__pycache__" else ())
 
 
 def write_program(name: str, text: bytes) -> None:

@@ -17,17 +17,27 @@ sys.path.insert(0, spec["applier"])
 
 from hyperqwen.patches.apply import PatchProblems
 from hyperqwen.patches.files import tree_reader
-from hyperqwen.patches.series import apply_folder
+from hyperqwen.patches.series import apply_folder, read_series
 
 SOURCE = f"{spec['source']}/site"
 SITE = f"{os.environ['out']}/site"
 
 
 def series_without(omit: list[str]) -> Path:
-    """The patches folder, or a copy of it that lacks `omit` in both the folder and the series."""
+    """The patches folder, or a copy of it that lacks `omit` in both the folder and the series.
+
+    Later patches to a file that an omitted one changes go with it: their context may be what it left.
+    """
     folder = Path(spec["series"])
     if not omit:
         return folder
+    files: set[str] = set()
+    for entry in read_series(folder).entries:
+        own_files = {file.path for file in entry.patch.files}
+        if entry.name in omit or own_files & files:
+            omit = [*omit, entry.name] if entry.name not in omit else omit
+            files |= own_files
+    print(f"without {', '.join(omit)}")
     copy = Path(os.environ["NIX_BUILD_TOP"]) / "patches"
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*omit))
     series = copy / "series"

@@ -67,9 +67,11 @@ def main() -> None:
         patchelf, "--set-interpreter", f"{spec['libc']}/lib/ld-linux-x86-64.so.2", "--force-rpath",
         "--set-rpath", f"{out}/lib", *needed, f"{out}/bin/{python}",
     )  # fmt: skip
-    compileall.compile_dir(
+    compiled = compileall.compile_dir(
         standard, quiet=1, workers=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH, stripdir=out
     )
+    if not compiled:
+        sys.exit("a module of the standard library does not compile")
 
 
 main()

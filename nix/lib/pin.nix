@@ -15,16 +15,16 @@ let
     let
       deb = one "deb" "busybox-static" (filter (d: d.name == "busybox-static") pins.debs);
     in
-    (fetchers.extract or (d: derivation {
+    (fetchers.extract or (d: derivation ({
       inherit system;
       name = d.extract.store_name;
       builder = seedMissing d.extract.store_name;
       outputHashMode = "recursive";
       outputHashAlgo = "sha256";
       outputHash = d.extract.nar_sha256;
-    })) deb;
+    } // local))) deb;
 
-  missing = file: derivation {
+  missing = file: derivation ({
     inherit system;
     name = file.file;
     builder = "${seed}/bin/busybox";
@@ -32,7 +32,10 @@ let
     outputHashMode = "flat";
     outputHashAlgo = "sha256";
     outputHash = file.sha256;
-    # Each missing pin must say so: a build farm must not be asked for bytes that only this host can bring.
+  } // local);
+
+  # Each missing pin must say so: a build farm must not be asked for bytes that only this host can bring.
+  local = {
     preferLocalBuild = true;
     allowSubstitutes = false;
   };

@@ -23,7 +23,7 @@ PYTHON_DIR = Path(__file__).resolve().parent.parent
 if str(PYTHON_DIR) not in sys.path:
     sys.path.insert(0, str(PYTHON_DIR))
 
-from hyperqwen.errors import INTERRUPTED, OK, HyperqwenError, UnsuitableError  # noqa: E402
+from hyperqwen.errors import INTERRUPTED, OK, BadInputError, HyperqwenError, UnsuitableError  # noqa: E402
 
 HELP = """\
 hq: Nix for a box that may have nothing yet.
@@ -229,7 +229,10 @@ def trusting_git(environ: Mapping[str, str], checkout: Path, user: int) -> dict[
     git = checkout / ".git"
     if not git.exists() or (checkout.stat().st_uid == user and git.stat().st_uid == user):
         return {}
-    count = int(environ.get("GIT_CONFIG_COUNT", "0") or "0")
+    given = environ.get("GIT_CONFIG_COUNT") or "0"
+    if not given.isascii() or not given.isdigit():
+        raise BadInputError(f"GIT_CONFIG_COUNT is {given!r}, not a number", "unset it")
+    count = int(given)
     trusting = {
         "GIT_CONFIG_COUNT": str(count + 1),
         f"GIT_CONFIG_KEY_{count}": "safe.directory",
@@ -409,8 +412,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if not argv or argv[0] in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
         sys.exit(OK)
-    environ = environment(os.environ, checkout)
     try:
+        if platform.machine() != "x86_64":
+            # Else a flake that has no output for this machine would pass its check with nothing checked.
+            raise UnsuitableError(f"this machine is {platform.machine()}", "use x86-64: every pin is built for that")
+        environ = environment(os.environ, checkout)
         if argv[0] == "fetch":
             sys.exit(_shell_code(fetch(argv[1:], environ)))
         shown = subprocess.run(["nix", "--version"], capture_output=True, encoding="utf-8", check=False)

@@ -17,8 +17,10 @@ FOLDER = {folder!r}
 def stage(name):
     os.write(STATUS, name.encode() + b"\\n")
 
-with open(FOLDER + "/seen.json", "w") as file:
+with open(FOLDER + "/seen.part", "w") as file:
     json.dump({{"argv": sys.argv, "environ": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid()}}, file)
+# Tests wait for the name: it must not be there before the content is.
+os.replace(FOLDER + "/seen.part", FOLDER + "/seen.json")
 signal.signal(signal.SIGTERM, signal.SIG_IGN if OPTIONS["deaf"] else lambda *_: os._exit(0))
 if OPTIONS["child"]:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

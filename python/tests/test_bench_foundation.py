@@ -177,8 +177,12 @@ def test_pins_are_told_from_builds() -> None:
     assert nix.is_pin(
         'Derive([("out","/nix/store/x","sha256","00")],[],[],"s","b",[],[("outputHash","00"),("name","x")])'
     )
-    # Content-addressed: the bytes are not given, so there is something to build again.
-    assert not nix.is_pin('Derive([("out","","r:sha256","")],[],[],"s","b",[],[("outputHashAlgo","sha256")])')
+    made = (
+        'Derive([("out","","r:sha256","")],[],[],"s","b",[],[("__contentAddressed","1"),("outputHashAlgo","sha256")])'
+    )
+    assert not nix.is_pin(made) and nix.is_content_addressed(made)
+    plain = 'Derive([("out","/nix/store/x","","")],[],[],"s","b",[],[("name","x")])'
+    assert not nix.is_pin(plain) and not nix.is_content_addressed(plain)
 
 
 def test_differing() -> None:
@@ -273,7 +277,7 @@ def test_syntax_of_an_old_python(path: Path) -> None:
 
 def test_the_page_names_every_part_and_every_record_is_one() -> None:
     page = (ROOT / "docs/measurements.md").read_text()
-    assert [name for name in [*parts.PARTS, "memory", "all", "show"] if f"`{name}`" not in page] == []
+    assert [name for name in [*parts.PARTS, "all", "show"] if f"`{name}`" not in page] == []
     for path in (BENCH / "results").glob("foundation-*.json"):
         record = records.load(path)
         for entry in record["figures"]:

@@ -118,16 +118,18 @@ def test_all_groups_resolve_as_one_set_and_each_within_it(groups: GroupsFile, uv
     settings = PipSettings(
         indexes=["http://index.test/simple", "file:///extra"], cert="/ca.pem", proxy="http://p.test:1"
     )
-    pins = resolve_wheels(mine, old, ["serve-cuda", "serve-cpu", "kernels", "tools", "build"], settings, upgrade=False)
+    pins = resolve_wheels(
+        mine, old, ["serve-cuda", "serve-cpu", "kernels", "tools", "dev", "build"], settings, upgrade=False
+    )
     assert [(pin.name, pin.version, pin.groups) for pin in pins] == [
         ("click", "1.5", ("tools",)),
-        ("only", "2.0", ("build", "serve-cpu", "serve-cuda")),
+        ("only", "2.0", ("build", "dev", "serve-cpu", "serve-cuda")),
         ("rich", "2.0", ("kernels", "tools")),
     ]
     union, *each = uv.calls()
-    assert sorted(union["inputs"]) == ["click", "only", "only", "only", "rich", "rich"]
+    assert sorted(union["inputs"]) == ["click", "only", "only", "only", "only", "rich", "rich"]
     assert union["keep"] == {"click": "1.5", "gone": "1.0"}
-    assert len(each) == 5
+    assert len(each) == 6
     for call in each:
         assert {"click==1.5", "only==2.0", "rich==2.0"} <= set(call["constraints"])
     for call in uv.calls():

@@ -8,17 +8,10 @@ from typing import Any
 import click
 
 from hyperqwen import __version__
-from hyperqwen.errors import HyperqwenError
+from hyperqwen.errors import INTERRUPTED, HyperqwenError, UnsuitableError
 
-# command name -> module of this package that exports it as `command`
-COMMANDS = {
-    "demo": "demo",
-    "docs": "docs",
-    "fetch": "fetch",
-    "nano": "nano",
-    "patches": "patches",
-    "pins": "pins",
-}
+# Each is a module of this package that exports itself as `command`.
+COMMANDS = ("demo", "docs", "fetch", "nano", "patches", "pins")
 
 
 class KnownError(click.ClickException):
@@ -45,7 +38,7 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}").command
+        command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -53,6 +46,14 @@ class Root(click.Group):
             return super().invoke(ctx)
         except HyperqwenError as error:
             raise KnownError(error) from error
+        except BrokenPipeError:
+            # The reader has gone, as `| head` does; click ends quietly.
+            raise
+        except OSError as error:
+            named = f"{error.filename}: " if error.filename else ""
+            raise KnownError(UnsuitableError(f"{named}{error.strerror or error}")) from error
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
 
 
 @click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

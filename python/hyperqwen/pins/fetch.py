@@ -349,7 +349,7 @@ class Engine:
 
     def _bring(self, pin: Pin) -> Ready:
         """`pin` verified and under its store name."""
-        from hyperqwen.pins.transfer import Absent, MismatchError, Wanted, check_local
+        from hyperqwen.pins.transfer import Absent, MismatchError, NoAnswer, Wanted, check_local
 
         wanted = Wanted(pin.file, pin.size, pin.sha256)
         kept = self.workspace.home(pin) / pin.file
@@ -368,7 +368,7 @@ class Engine:
                     self.progress.moved(pin.size, False)
                     return self._finish(pin, candidate.path, owned=False)
                 return self._finish(pin, self._download(pin, wanted, candidate.url), owned=True)
-            except (Absent, MismatchError) as error:
+            except (Absent, MismatchError, NoAnswer) as error:
                 refused.append(error)
                 if isinstance(error, MismatchError):
                     self.progress.say(f"refused, trying elsewhere: {error.message}")
@@ -378,6 +378,10 @@ class Engine:
                 wrong[0].message,
                 "the mirror or a proxy alters or cuts files: name another with --index or --mirror; nothing was added",
             )
+        silent = [error for error in refused if isinstance(error, NoAnswer)]
+        if silent:
+            # It may well be there: that a place does not answer is what the user has to mend.
+            raise silent[0]
         raise MissingError(
             f"{pin.file} (sha256 {pin.sha256}) is not to be had: " + "; ".join(error.message for error in refused),
             "name a place that has it with --index or --mirror, or --import DIR",

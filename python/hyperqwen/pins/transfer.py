@@ -38,6 +38,10 @@ class Absent(MissingError):
     """The place does not have the file (HTTP 404, no such local file); another may."""
 
 
+class NoAnswer(UnsuitableError):
+    """One place does not give the file: it cannot be reached, or it refuses. Another place may."""
+
+
 class MismatchError(VerificationError):
     """A file's size or sha256 is not the pin's; holds both values."""
 
@@ -152,16 +156,16 @@ def split_login(url: str) -> tuple[str, tuple[str, str] | None]:
     )
 
 
-def unreachable(url: str, failure: BaseException | None) -> UnsuitableError:
+def unreachable(url: str, failure: BaseException | None) -> NoAnswer:
     """The error for a server that does not answer after the tries that a short outage deserves."""
     shown = split_login(url)[0]
     if isinstance(failure, HyperqwenError):
-        return UnsuitableError(failure.message, "try again later, or name another place with --index or --mirror")
+        return NoAnswer(failure.message, "try again later, or name another place with --index or --mirror")
     reason = getattr(failure, "reason", None) or failure
     fix = "check the network and the proxy, or name another place with --index or --mirror"
     if _is_tls(failure):
         fix = "install ca-certificates, or set pip's `cert` to the bundle that holds the server's authority"
-    return UnsuitableError(f"cannot reach {shown}: {reason}", fix)
+    return NoAnswer(f"cannot reach {shown}: {reason}", fix)
 
 
 def _is_tls(error: BaseException | None) -> bool:
@@ -179,10 +183,10 @@ def _final(error: urllib.error.HTTPError, url: str) -> HyperqwenError:
     if error.code in (404, 410):
         return Absent(f"{shown}: HTTP {error.code}")
     if error.code in (401, 403, 407):
-        return UnsuitableError(
+        return NoAnswer(
             f"{shown}: HTTP {error.code} {error.reason}", "give the index's login in its URL or in ~/.netrc"
         )
-    return UnsuitableError(f"{shown}: HTTP {error.code} {error.reason}", "try again later, or name another place")
+    return NoAnswer(f"{shown}: HTTP {error.code} {error.reason}", "try again later, or name another place")
 
 
 def _pause(attempt: int) -> float:

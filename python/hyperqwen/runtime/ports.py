@@ -15,11 +15,13 @@ _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on `host`."""
+    """Whether only this machine reaches a server on `host`: an address, or localhost as this machine resolves it."""
+    addresses = {host}
     if host == "localhost":
-        return True
+        with contextlib.suppress(socket.gaierror):
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
     return False
 
 
