@@ -37,6 +37,7 @@ def main() -> None:
     failed = re.search(r"(\d+) failed", result.stdout)
     if result.returncode != TESTS_FAILED or not failed:
         sys.exit(f"{tests} exits {result.returncode} without {spec['patch']}: it has to fail")
+    print(f"{failed[0]} without {spec['patch']}, as it has to be")
     with open(os.environ["out"], "w") as file:
         file.write(result.stdout)
 

@@ -59,7 +59,7 @@ class Root(click.Group):
 @click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="hyperqwen")
 def main() -> None:
-    """Serve Qwen3.8-27B fast and honestly on one GPU: pins, patches, models and profiles.
+    """From pinned bytes to a served answer: pins, patches, nano, and the demo that serves it.
 
     Exit codes: 0 ok, 1 failure, 2 bad input, 3 environment unsuitable, 4 not found, 5 verification failed,
     130 interrupted.
