@@ -96,7 +96,8 @@ def programs_of(source: str) -> None:
             module, _, function = target.split("[")[0].strip().partition(":")
             write_program(
                 name,
-                f"#!{PYTHON}\nimport sys\n\nfrom {module} import {function.split('.')[0]}\n\n"
+                # -I: what the caller's PYTHONPATH holds is not what was built and tested.
+                f"#!{PYTHON} -I\nimport sys\n\nfrom {module} import {function.split('.')[0]}\n\n"
                 f"sys.exit({function}())\n".encode(),
             )
 

@@ -79,6 +79,10 @@ def replace(path: str, content: bytes | None) -> None:
         return
     with open(f"{SITE}/{path}", "wb") as file:
         file.write(content)
+    try:
+        compile(content, path, "exec")
+    except SyntaxError as error:
+        sys.exit(f"{path}, line {error.lineno}: {error.msg}, after the series")
     py_compile.compile(
         f"{SITE}/{path}",
         cfile=code,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 # Run as a script: this file's folder is not a package on the path yet.
 PYTHON_DIR = Path(__file__).resolve().parent.parent
@@ -24,6 +25,9 @@ if str(PYTHON_DIR) not in sys.path:
     sys.path.insert(0, str(PYTHON_DIR))
 
 from hyperqwen.errors import INTERRUPTED, OK, BadInputError, HyperqwenError, UnsuitableError  # noqa: E402
+
+if TYPE_CHECKING:
+    from hyperqwen.pins.model import PinSet
 
 HELP = """\
 hq: Nix for a box that may have nothing yet.
@@ -63,6 +67,8 @@ _ONE_VALUE = """
 """
 _TWO_VALUES = "--option --arg --argstr --override-input --override-flake --redirect -s --set-env-var"
 _VALUES = {option: 1 for option in _ONE_VALUE.split()} | {option: 2 for option in _TWO_VALUES.split()}
+# The demo's options whose names are none of Nix's. A test holds them against the demo's own.
+_DEMO_OPTIONS = frozenset({"--api-key-file", "--cache-dir", "--complete", "--host", "--max-tokens", "--once", "--port"})
 # Options that change which derivations are meant or which store is asked: the question before the build needs them too.
 _SHARED = """
     --store --eval-store -I --include --expr -f --file --inputs-from --update-input --reference-lock-file --system
@@ -147,6 +153,31 @@ def request_of(argv: Sequence[str], system: str = SYSTEM) -> Request | None:
         return None
     candidates = _candidates(command, words, options, system)
     return Request(candidates, shared, store) if candidates else None
+
+
+def check_separator(argv: Sequence[str]) -> None:
+    """Raise BadInputError for a demo's option that stands among Nix's, as in `run .#demo --port 1`."""
+    words: list[str] = []
+    index = 0
+    while index < len(argv) and argv[index] != "--":
+        word = argv[index]
+        if not word.startswith("-"):
+            words.append(word)
+        elif words[:1] == ["run"] and len(words) > 1 and word.partition("=")[0] in _DEMO_OPTIONS:
+            after = list(argv[index:])
+            if "--" in after:
+                after.remove("--")
+            right = " ".join(map(_quoted, [*argv[:index], "--", *after]))
+            raise BadInputError(
+                f"{word} is no option of Nix, and Nix reads what comes before --",
+                f"arguments of the program go after --: ./hq {right}",
+            )
+        index += 1 + _VALUES.get(word, 0)
+
+
+def _quoted(word: str) -> str:
+    """`word` for a shell, to which # is special at its start only: .#demo looks as it does everywhere else."""
+    return word if re.fullmatch(r"[\w./-][\w./#:=-]*", word, re.ASCII) else shlex.quote(word)
 
 
 def _candidates(command: str, words: list[str], options: list[str], system: str) -> list[list[str]]:
@@ -324,6 +355,10 @@ def missing_pins(request: Request, environ: Mapping[str, str]) -> list[str]:
 
     Raises UnsuitableError when a daemon lacks a feature, BadInputError for broken pin files.
     """
+    from hyperqwen.pins.model import load, pins_dir
+
+    # First, and even if nothing is missing: Nix's own words for a broken pin file say neither where nor what to do.
+    pins = load(pins_dir(PYTHON_DIR.parent / "nix" / "pins"))
     for installables in request.candidates:
         asked = subprocess.run(
             ["nix", "build", "--dry-run", *request.shared, *installables],
@@ -348,16 +383,11 @@ def missing_pins(request: Request, environ: Mapping[str, str]) -> list[str]:
                 f"git config --global --add safe.directory {PYTHON_DIR.parent}",
             )
         if asked.returncode == 0:
-            return _pins_among(derivations(asked.stderr))
+            return _pins_among(derivations(asked.stderr), pins)
     return []
 
 
-def _pins_among(wanted: Mapping[str, str]) -> list[str]:
-    if not wanted:
-        return []
-    from hyperqwen.pins.model import load, pins_dir
-
-    pins = load(pins_dir(PYTHON_DIR.parent / "nix" / "pins"))
+def _pins_among(wanted: Mapping[str, str], pins: PinSet) -> list[str]:
     return [pin.file for pin in pins.all if pin.store_name in wanted]
 
 
@@ -416,10 +446,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if platform.machine() != "x86_64":
             # Else a flake that has no output for this machine would pass its check with nothing checked.
             raise UnsuitableError(f"this machine is {platform.machine()}", "use x86-64: every pin is built for that")
+        check_separator(argv)
         environ = environment(os.environ, checkout)
         if argv[0] == "fetch":
             sys.exit(_shell_code(fetch(argv[1:], environ)))
-        shown = subprocess.run(["nix", "--version"], capture_output=True, encoding="utf-8", check=False)
+        shown = subprocess.run(["nix", "--version"], env=environ, capture_output=True, encoding="utf-8", check=False)
+        if shown.returncode != 0:
+            raise UnsuitableError(f"nix does not run: {shown.stderr.strip()}", "mend NIX_CONFIG, or what else it names")
         check_version(shown.stdout)
         code = seed(argv, environ)
     except KeyboardInterrupt:

@@ -155,6 +155,8 @@ class NixStore:
         return shutil.which(self.program, path=self._environ.get("PATH")) is not None
 
     def invalid(self, paths: Sequence[str]) -> set[str]:
+        if self._unmade():
+            return set(paths)
         found: set[str] = set()
         for batch in _batches(paths):
             found.update(self._run("--check-validity", "--print-invalid", *batch).split())
@@ -182,13 +184,26 @@ class NixStore:
             place = place.parent
         return place
 
+    @property
+    def _place(self) -> str:
+        return self.url or self._environ.get("NIX_REMOTE", "")
+
     def _root(self) -> str:
-        if self.url is None:
+        """The folder that `nix/store` is in, absolute; "" where that is the machine's own root, or not to be known."""
+        found = re.search(r"[?&]root=([^&]+)", self._place)
+        root = found.group(1) if found else self._place.partition("?")[0]
+        # What has a slash and no scheme is a path to Nix, from the working directory if need be.
+        if not found and ("/" not in root or "://" in root):
             return ""
-        if self.url.startswith("/"):
-            return self.url.rstrip("/")
-        found = re.search(r"[?&]root=([^&]+)", self.url)
-        return found.group(1).rstrip("/") if found else ""
+        return os.path.abspath(root).rstrip("/")
+
+    def _unmade(self) -> bool:
+        """Whether this is a folder in which Nix would have to make a store, which it does even to answer a question."""
+        root = self._root()
+        # Behind a scheme somebody else keeps the store, and with `state` the database is in a place of its own.
+        if not root or "://" in self._place or re.search(r"[?&]state=", self._place):
+            return False
+        return not os.path.exists(f"{root}/nix/var/nix/db")
 
     def _environment(self) -> dict[str, str]:
         environment = dict(self._environ)
@@ -209,7 +224,9 @@ class NixStore:
         if done.returncode == 0:
             return done.stdout
         said = done.stderr.strip() or f"exit status {done.returncode}, no message"
-        if "No space left on device" in said or "Disk quota exceeded" in said:
+        # The last two are how SQLite, which keeps the store's register, says the same.
+        full = ("No space left on device", "Disk quota exceeded", "disk I/O error", "database or disk is full")
+        if any(words in said for words in full):
             raise UnsuitableError(
                 f"no disk space left in {self.disk()}: {said}", "free space (nix-collect-garbage) and run it again"
             )

@@ -35,6 +35,8 @@ for name in ("import", "configure", "load", "serve"):
         print("(Core pid=1) ERROR [core.py:1] ValueError: no such tensor", flush=True)
         print("\\n".join("line %d" % number for number in range(30)), flush=True)
         sys.exit(7)
+    if OPTIONS["killed_in"] == name:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
@@ -71,6 +73,7 @@ def write(
     *,
     hang_in: str = "",
     die_in: str = "",
+    killed_in: str = "",
     die_after: float = 0,
     deaf: bool = False,
     child: bool = False,
@@ -83,13 +86,22 @@ def write(
     Args:
         hang_in: stage that never ends.
         die_in: stage in which it exits with 7, after an exception and thirty lines.
+        killed_in: stage in which a SIGKILL ends it.
         die_after: seconds of serving after which it exits with 3; 0 for never.
         deaf: whether it ignores SIGTERM.
         child: whether it starts a process of its own, whose number goes to `child.pid`.
         status: HTTP status of every answer.
     """
     options = json.dumps(
-        {"hang_in": hang_in, "die_in": die_in, "die_after": die_after, "deaf": deaf, "child": child, "status": status}
+        {
+            "hang_in": hang_in,
+            "die_in": die_in,
+            "killed_in": killed_in,
+            "die_after": die_after,
+            "deaf": deaf,
+            "child": child,
+            "status": status,
+        }
     )
     program = folder / "python3"
     program.write_text(f"#!{sys.executable}\n" + _SOURCE.format(options=options, folder=str(folder)))

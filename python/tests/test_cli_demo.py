@@ -88,13 +88,19 @@ def test_once_prints_the_answer_alone(demo: Demo) -> None:
 
 
 def test_once_reads_stdin_completes_and_counts(demo: Demo) -> None:
-    done = demo.run("--once", "-", "--complete", "--json", "--max-tokens", "5", stdin="Monday")
+    done = demo.run("--once", "-", "--complete", "--json", "--max-tokens", "5", stdin="Monday\n")
 
     answer = json.loads(done.stdout)
     assert answer["answer"] == "Monday and on" and answer["finish_reason"] == "length"
     assert (answer["model"], answer["prompt_tokens"], answer["completion_tokens"]) == ("nano", 3, 4)
     request: Any = fake_engine.requests(demo.folder)[0]
     assert request["path"] == "/v1/completions" and request["body"]["max_tokens"] == 5
+
+
+def test_only_the_last_line_end_of_stdin_is_not_the_questions(demo: Demo) -> None:
+    demo.run("--once", "-", stdin=" one\ntwo \n\n")
+    request: Any = fake_engine.requests(demo.folder)[0]
+    assert request["body"]["messages"][-1]["content"] == " one\ntwo \n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -163,7 +169,7 @@ def test_an_engine_that_is_too_slow(demo: Demo) -> None:
     done = demo.run("--timeout", "1")
 
     assert done.returncode == 1
-    assert "not ready in time (--timeout)" in done.stderr
+    assert "was not ready in 1 s (--timeout)" in done.stderr and "--timeout 2" in done.stderr
 
 
 def test_verbose_shows_the_engines_words(demo: Demo) -> None:
@@ -205,6 +211,45 @@ def test_the_key_reaches_the_engine_and_the_question_but_no_argv(demo: Demo) -> 
     assert seen["environ"]["VLLM_API_KEY"] == "sesame"
     assert "sesame" not in " ".join(seen["argv"])
     assert fake_engine.requests(demo.folder)[0]["key"] == "Bearer sesame"
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_the_example_takes_the_key_from_where_the_server_did(demo: Demo, twin: bool) -> None:
+    file = demo.folder / "my key"
+    file.write_text("sesame\n")
+    if twin:
+        demo.environ["HYPERQWEN_DEMO_API_KEY_FILE"] = str(file)
+    process = demo.start(*([] if twin else ["--api-key-file", str(file)]))
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(3)]
+    process.terminate()
+    process.communicate(timeout=20)
+
+    assert f""" -H "Authorization: Bearer $(cat '{file}')" """ in said[2], said
+    assert "sesame" not in "".join(said)
+
+
+def test_the_example_names_the_variable_that_holds_the_key(demo: Demo) -> None:
+    demo.environ["HYPERQWEN_API_KEY"] = "sesame"
+    process = demo.start()
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(3)]
+    process.terminate()
+    process.communicate(timeout=20)
+
+    assert ' -H "Authorization: Bearer $HYPERQWEN_API_KEY" ' in said[2], said
+
+
+def test_two_keys_are_refused(demo: Demo) -> None:
+    (demo.folder / "key").write_text("sesame\n")
+    done = demo.run("--api-key-file", str(demo.folder / "key"), HYPERQWEN_API_KEY="sesame")
+    assert done.returncode == 2 and "two keys are given: HYPERQWEN_API_KEY and the key file" in done.stderr
+    assert not demo.started
+
+
+def test_the_help_is_for_those_who_start_it(demo: Demo) -> None:
+    text = demo.run("--help").stdout
+    assert "--api-key-file" in text and "--config" not in text
 
 
 def test_an_empty_key_is_refused(demo: Demo) -> None:
@@ -277,3 +322,16 @@ def test_a_question_that_the_server_refuses(demo: Demo) -> None:
     demo.configure(status=400)
     done = demo.run("--once", "x")
     assert done.returncode == 2 and "too long a prompt" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1"])
+def test_a_time_limit_is_a_number_of_seconds(demo: Demo, timeout: str) -> None:
+    done = demo.run("--timeout", timeout)
+    assert done.returncode == 2 and timeout in done.stderr and "Traceback" not in done.stderr
+    assert not demo.started
+
+
+def test_a_variable_that_is_spelled_wrong_is_refused(demo: Demo) -> None:
+    done = demo.run(HYPERQWEN_DEMO_PROT="18021")
+    assert done.returncode == 2 and "HYPERQWEN_DEMO_PROT" in done.stderr and "HYPERQWEN_DEMO_PORT" in done.stderr
+    assert not demo.started

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperqwen import hq
-from hyperqwen.errors import UnsuitableError
+from hyperqwen.cli import demo
+from hyperqwen.errors import BadInputError, UnsuitableError
 
 S = "x86_64-linux"
 HASH = "0000000000000000000000000000000a"
@@ -267,6 +268,53 @@ def test_the_feature_that_a_daemon_lacks() -> None:
     assert hq.feature_trouble(said) == "ca-derivations"
     assert hq.feature_trouble("error: experimental feature 'flakes' is disabled") == "flakes"
     assert hq.feature_trouble("error: attribute 'x' missing") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("run .#demo --port 18021", "run .#demo -- --port 18021"),
+        ("-L run .#demo -L --port=1 --json", "-L run .#demo -L -- --port=1 --json"),
+        ("run .#demo --once x -- --complete", "run .#demo -- --once x --complete"),
+        ("run -f x.nix demo --max-tokens 3", "run -f x.nix demo -- --max-tokens 3"),
+    ],
+)
+def test_an_option_of_the_program_before_the_separator(line: str, right: str) -> None:
+    with pytest.raises(BadInputError) as raised:
+        hq.check_separator(line.split())
+    assert "is no option of Nix" in str(raised.value)
+    assert str(raised.value).endswith(f"arguments of the program go after --: ./hq {right}")
+
+
+def test_the_right_command_line_is_quoted_for_a_shell() -> None:
+    with pytest.raises(BadInputError) as raised:
+        hq.check_separator(["run", ".#demo", "--once", "Who?"])
+    assert str(raised.value).endswith("./hq run .#demo -- --once 'Who?'")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run .#demo -- --port 1",
+        "run .#demo --timeout 3 --json --verbose --debug -L",
+        "run .#demo --argstr --port 1 --override-input --host x",
+        "run -- .#demo --port 1",
+        "build .#demo --port 1",
+        "fetch --host x",
+        "shell .#demo -c demo --port 1",
+        "run",
+        "",
+    ],
+)
+def test_what_is_left_to_nix(line: str) -> None:
+    hq.check_separator(line.split())
+
+
+def test_the_options_of_the_demo_that_nix_does_not_know() -> None:
+    own = {name for option in demo.command.params for name in option.opts}
+    assert own - hq._DEMO_OPTIONS == {"--config", "--json", "--timeout", "--verbose"}
+    assert own > hq._DEMO_OPTIONS
+    assert not hq._DEMO_OPTIONS & set(hq._VALUES)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,41 @@ def test_check_prints_every_problem_and_exits_5(box: Path) -> None:
     assert run("apply", "--tree", box / "result", "--out", box / "out").exit_code == 0
 
 
+def test_refresh_says_that_nothing_moved(box: Path) -> None:
+    edit(box)
+    new: tuple[str | Path, ...] = ("new", "count", "--tree", box / "result", "--edited", box / "copy", *NEW)
+    assert run(*new).exit_code == 0
+    result = run("refresh", "0001-count", "--tree", box / "result")
+    assert (result.exit_code, result.stderr) == (0, "  nothing moved: 0001-count.patch stays as it is\n")
+
+    result = run(*new)
+    assert result.exit_code == 2
+    assert "has a patch of that name, 0001-count.patch\n  fix: change it with" in result.stderr
+
+
+@pytest.mark.parametrize("inner", ["vllm", "vllm/a.py"])
+def test_a_built_engine_is_no_tree(box: Path, inner: str) -> None:
+    edit(box)
+    assert run("new", "count", "--tree", box / "result", "--edited", box / "copy", *NEW).exit_code == 0
+    source, farm = box / "result/site", box / "engine/site"
+    if inner == "vllm":
+        farm.mkdir(parents=True)
+        (farm / "vllm").symlink_to(source / "vllm")
+    else:
+        (farm / "vllm").mkdir(parents=True)
+        for name in ("__init__.py", "a.py", "data.json"):
+            (farm / "vllm" / name).symlink_to(source / "vllm" / name)
+    cases: list[tuple[str | Path, ...]] = [("check",), ("apply", "--out", box / "out"), ("refresh", "0001-count")]
+    for arguments in cases:
+        result = run(*arguments, "--tree", box / "engine")
+        assert result.exit_code == 2, (arguments, result.output)
+        assert result.stderr == (
+            f"hyperqwen: {box}/engine is no vLLM to patch: its files are links, as in a built engine\n"
+            "  fix: use ./hq build .#vllm-source -o vllm-source\n"
+        )
+    assert not (box / "out").exists()
+
+
 def test_bad_input_exits_2_and_writes_nothing(box: Path) -> None:
     edit(box)
     tree, copy = box / "result", box / "copy"

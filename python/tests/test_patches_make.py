@@ -296,6 +296,37 @@ def test_refresh_changes_nothing_where_all_is_well(box: Box) -> None:
     assert {path: path.read_bytes() for path in box.patches.iterdir()} == before
 
 
+def test_refresh_keeps_what_git_wrote_where_nothing_moved(box: Box) -> None:
+    two_patches(box)
+    path = box.patches / "0001-one.patch"
+    lines = path.read_bytes().splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if line.startswith(b"diff "))
+    lines.insert(start + 1, b"index 0123abc..4567def 100644\n")
+    lines = [line.replace(b" @@\n", b" @@ def start():\n") if line.startswith(b"@@ ") else line for line in lines]
+    path.write_bytes(b"".join(lines))
+
+    written = refresh_patch(read_series(box.patches), "0001-one", box.tree)
+
+    assert path.read_bytes() == b"".join(lines)
+    assert (written.changed, written.moves, written.files) == (False, (), ("vllm/a.py",))
+    same = box.root / "same"
+    copy_patched(box.tree, apply_series(tree_reader(box.tree), [load(box.patches)[0].patch]), same)
+    assert not refresh_patch(read_series(box.patches), "0001-one", box.tree, same).changed
+    (box.tree / "vllm/a.py").write_bytes(b"# licence\n" + A)
+    assert refresh_patch(read_series(box.patches), "0001-one", box.tree).changed
+    assert b"index" not in path.read_bytes(), "a moved patch is written anew"
+
+
+@pytest.mark.parametrize("name", ["one", "one.patch", "0001-one", "0003-one"])
+def test_a_second_patch_of_a_name_is_refused(box: Box, name: str) -> None:
+    two_patches(box)
+    before = {path: path.read_bytes() for path in box.patches.iterdir()}
+    with pytest.raises(EditError, match=r"has a patch of that name, 0001-one\.patch") as raised:
+        box.new(name, box.copy("again"))
+    assert "patches refresh 0001-one.patch" in str(raised.value)
+    assert {path: path.read_bytes() for path in box.patches.iterdir()} == before
+
+
 def test_refresh_leaves_what_is_not_found_once(box: Box) -> None:
     two_patches(box)
     before = {path: path.read_bytes() for path in box.patches.iterdir()}

@@ -251,3 +251,12 @@ def test_names_of_new_patches(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             next_name(series, name)
     assert next_name(read_series(folder(tmp_path / "none", "")), "x") == "0001-x.patch"
+
+
+@pytest.mark.parametrize("path", ["torch/evil.py", "sitecustomize.py", "vllm.py", "vllm_cpu/a.py"])
+def test_a_patch_stays_in_vllm(tmp_path: Path, path: str) -> None:
+    new = f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+evil = True\n"
+    patches = folder(tmp_path, "0001-evil.patch\n", evil=HEADER + new)
+    assert any(path in str(problem) and "below vllm/" in str(problem) for problem in read_series(patches).problems)
+    with pytest.raises(PatchProblems):
+        apply_folder(patches, lambda _: None)

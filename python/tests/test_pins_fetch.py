@@ -783,6 +783,14 @@ def test_check_lists_what_is_missing_and_fetches_nothing(checkout: Checkout) -> 
     assert checkout.server.requests == [] and checkout.store.names() == set()
 
 
+def test_check_of_a_store_that_is_not_there_makes_none(checkout: Checkout, tmp_path: Path) -> None:
+    out, err, place = io.StringIO(), io.StringIO(), tmp_path / "none"
+    arguments = ["--pins", str(checkout.folder), "--check", "--store", str(place)]
+    assert fetch.run(arguments, out=out, err=err) == 4
+    assert "3 of 3 pins are missing" in err.getvalue() and len(out.getvalue().splitlines()) == 3
+    assert not place.exists()
+
+
 def test_fetch_then_check(checkout: Checkout) -> None:
     index = f"{checkout.server.url}/simple"
     code, out, err = checkout.run("--index", index)

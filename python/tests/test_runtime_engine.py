@@ -102,6 +102,22 @@ def test_an_engine_that_dies_says_why(start: Any, tmp_path: Path) -> None:
     assert str(tmp_path / "log") in message
 
 
+def test_an_engine_that_is_killed_says_what_kills(start: Any, tmp_path: Path) -> None:
+    engine = start(killed_in="load")
+    stages_until(engine, "load")
+    deadline = time.monotonic() + 10
+    while engine.returncode is None and time.monotonic() < deadline:
+        engine.stages(0.05)
+
+    with pytest.raises(EngineError) as raised:
+        engine.check()
+
+    message = str(raised.value)
+    assert "ended by itself (killed by SIGKILL)" in message
+    assert "| engine: starting" in message, "the last lines of the log are what there is to go by"
+    assert "memory runs out" in message and str(tmp_path / "log") in message
+
+
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with ports.claim("127.0.0.1", 0) as listener, pytest.raises(UnsuitableError, match="cannot be started"):
         Engine.start(tmp_path / "none", [], {}, listener=listener, folder=tmp_path, log=None)

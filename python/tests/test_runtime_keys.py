@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperqwen.errors import BadInputError, MissingError
-from hyperqwen.runtime.keys import resolve_key
+from hyperqwen.runtime.keys import resolve_key, shell_key
 
 
 def test_no_key() -> None:
@@ -15,11 +16,31 @@ def test_no_key() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_the_file_comes_first_and_its_line_end_is_not_part_of_the_key(tmp_path: Path, end: str) -> None:
+def test_a_key_from_either_place_and_no_line_end_in_it(tmp_path: Path, end: str) -> None:
     file = tmp_path / "key"
     file.write_bytes(f"from-file{end}".encode())
-    assert resolve_key(file, {"HYPERQWEN_API_KEY": "from-environment"}) == "from-file"
+    assert resolve_key(file, {}) == "from-file"
     assert resolve_key(None, {"HYPERQWEN_API_KEY": "from-environment"}) == "from-environment"
+
+
+@pytest.mark.parametrize("variable", ["other", "same", ""])
+def test_two_keys_are_refused_by_name(tmp_path: Path, variable: str) -> None:
+    file = tmp_path / "key"
+    file.write_text("same")
+    with pytest.raises(BadInputError) as raised:
+        resolve_key(file, {"HYPERQWEN_API_KEY": variable})
+    assert f"HYPERQWEN_API_KEY and the key file {file}" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["key", "my key's $HOME file"])
+def test_a_shell_reads_the_key_where_the_server_did(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("from-file\n")
+    # No shell where this runs (a sandbox has none); shlex splits words as one does.
+    inside = shell_key(Path(name)).removeprefix("$(").removesuffix(")")
+    program, file = shlex.split(inside)
+    assert program == "cat" and Path(file).is_absolute() and Path(file).read_text() == "from-file\n"
+    assert shell_key(None) == "$HYPERQWEN_API_KEY"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "   "])
@@ -48,3 +69,12 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInputError, match="is not text"):
         resolve_key(tmp_path / "binary", {})
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
+def test_a_file_that_others_may_write_is_no_key(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "key"
+    file.write_text("abc")
+    file.chmod(mode)
+    with pytest.raises(BadInputError, match="others may write"):
+        resolve_key(file, {})

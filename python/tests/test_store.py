@@ -135,10 +135,42 @@ def test_a_disk_is_named_even_before_the_store_exists(tmp_path: Path) -> None:
     assert NixStore(str(tmp_path / "not" / "yet"), environ={}).disk() == tmp_path
 
 
+@pytest.mark.parametrize("spelling", ["{0}", "{0}?x=1", "local?root={0}", "./new"])
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_folder_without_a_store_lacks_everything_and_stays_as_it_is(
+    tmp_path: Path, spelling: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = _program(tmp_path, "os.makedirs('new/nix/var/nix/db')")
+    url, root = spelling.format(tmp_path / "new"), tmp_path / "new"
+    environ = {"PATH": os.environ["PATH"]}
+    if by_variable:
+        store = NixStore(program=program, environ=environ | {"NIX_REMOTE": url})
+    else:
+        store = NixStore(url, program=program, environ=environ)
+
+    assert store.invalid(["/nix/store/a", "/nix/store/b"]) == {"/nix/store/a", "/nix/store/b"}
+    assert not root.exists(), "a question has made a store"
+
+    (root / "nix/var/nix/db").mkdir(parents=True)
+    _program(tmp_path, "print(args[-1])")
+    assert store.invalid(["/nix/store/a", "/nix/store/b"]) == {"/nix/store/b"}, "Nix was not asked"
+    assert store.real_path("/nix/store/a") == root / "nix/store/a"
+
+
+@pytest.mark.parametrize(
+    "url", [None, "auto", "daemon", "unix:///socket?root=/r", "ssh://box", "local?root=/r&state=/s"]
+)
+def test_nix_is_asked_about_every_other_store(tmp_path: Path, url: str | None) -> None:
+    store = NixStore(url, program=_program(tmp_path, "print(args[-1])"), environ={"PATH": os.environ["PATH"]})
+    assert store.invalid(["/nix/store/a", "/nix/store/b"]) == {"/nix/store/b"}
+
+
 @pytest.mark.parametrize(
     ("said", "kind", "words"),
     [
         ("error: writing to file: No space left on device", UnsuitableError, "no disk space left"),
+        ("error: executing SQLite statement 'x': disk I/O error", UnsuitableError, "no disk space left"),
         ("error: opening lock file '/nix/var/nix/db/big-lock': Permission denied", UnsuitableError, "daemon"),
         ("error: cannot connect to socket at '/nix/var/nix/daemon-socket/socket'", UnsuitableError, "daemon"),
         ("error: something else", HyperqwenError, "something else"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,9 @@ from hyperqwen import errors
 from hyperqwen.errors import BadInputError, MissingError, UnsuitableError
 from hyperqwen.profiles.profile import Profile, engine_flags, load
 from hyperqwen.runtime import folders, ports
-from hyperqwen.runtime.engine import Engine
+from hyperqwen.runtime.engine import Engine, EngineError
 from hyperqwen.runtime.environment import engine_environment
-from hyperqwen.runtime.keys import resolve_key
+from hyperqwen.runtime.keys import resolve_key, shell_key
 from hyperqwen.runtime.problems import describe
 
 if TYPE_CHECKING:
@@ -145,31 +147,50 @@ def stop_signals() -> Iterator[None]:
 
 
 def _read_question(text: str) -> str:
-    question = sys.stdin.read() if text == "-" else text
+    # `echo` and an editor end the last line; that end is not part of the question.
+    question = sys.stdin.read().removesuffix("\n") if text == "-" else text
     if not question.strip():
         raise BadInputError("--once has no text", 'say what to ask: --once "Who are you?"')
     return question
 
 
-def _wait_until_serving(engine: Engine, progress: Progress, deadline: float) -> None:
+@dataclass(frozen=True)
+class _Limit:
+    """Until when the first answer must be there: `seconds` (--timeout) after `started` (monotonic)."""
+
+    started: float
+    seconds: float
+
+    @property
+    def left(self) -> float:
+        return self.started + self.seconds - time.monotonic()
+
+    def passed(self, engine: Engine, what: str) -> EngineError:
+        return engine.failure(
+            f"the engine {what} in {self.seconds:g} s (--timeout)",
+            f"give it longer: --timeout {2 * self.seconds:g}",
+        )
+
+
+def _wait_until_serving(engine: Engine, progress: Progress, limit: _Limit) -> None:
     while True:
         for stage in engine.stages(0.1):
             progress.begin(stage)
             if stage == "serve":
                 return
         engine.check()
-        if time.monotonic() > deadline:
-            raise engine.failure("the engine is not ready in time (--timeout)")
+        if limit.left < 0:
+            raise limit.passed(engine, "was not ready")
 
 
-def _first_answer(engine: Engine, deadline: float, ask: Any) -> Reply:
+def _first_answer(engine: Engine, limit: _Limit, ask: Any) -> Reply:
     """The reply of `ask(timeout)`, asked again while the server is not there yet."""
     from hyperqwen.runtime.client import Unreachable
 
     while True:
-        left = deadline - time.monotonic()
+        left = limit.left
         if left <= 0:
-            raise engine.failure("the engine gave no answer in time (--timeout)")
+            raise limit.passed(engine, "gave no answer")
         try:
             reply: Reply = ask(left)
             return reply
@@ -184,9 +205,10 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _example(url: str, model: str, key: bool) -> str:
+def _example(url: str, model: str, key: str | None) -> str:
+    """A curl command that asks the server; `key` is what a shell puts in for the key, not the key itself."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}]})
-    header = ' -H "Authorization: Bearer $HYPERQWEN_API_KEY"' if key else ""
+    header = f' -H "Authorization: Bearer {key}"' if key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n  -d {shlex.quote(body)}"
 
 
@@ -194,6 +216,18 @@ def _option(*names: str, **settings: Any) -> Callable[[F], F]:
     """An option with a twin in the environment, which the help and every error about its value name."""
     twin = "HYPERQWEN_DEMO_" + names[0].removeprefix("--").replace("-", "_").upper()
     return click.option(*names, envvar=twin, show_envvar=True, **settings)
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """A twin that is spelled wrong would otherwise be one that does nothing."""
+    known = [str(option.envvar) for option in command.params if isinstance(option, click.Option) and option.envvar]
+    for name in sorted(environ):
+        if name.startswith("HYPERQWEN_DEMO_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise BadInputError(
+                f"the variable {name} is not one of the demo's{f'; did you mean {near[0]}?' if near else ''}",
+                f"unset it, or use one of: {', '.join(known)}",
+            )
 
 
 @click.command(context_settings={"show_default": True})
@@ -206,10 +240,10 @@ def _option(*names: str, **settings: Any) -> Callable[[F], F]:
 @_option(
     "--api-key-file",
     type=click.Path(path_type=Path),
-    help="File with the key that clients must send. HYPERQWEN_API_KEY may hold the key itself.",
+    help="File with the key that clients must send. HYPERQWEN_API_KEY may hold the key itself; not both.",
 )
 @_option("--max-tokens", type=click.IntRange(1), help="Longest answer of --once; the profile says 64.")
-@_option("--timeout", type=click.FloatRange(1), default=300, help="Seconds until the first answer.")
+@_option("--timeout", type=click.FloatRange(1, 86400), default=300, help="Seconds until the first answer.")
 @_option(
     "--cache-dir",
     type=click.Path(path_type=Path),
@@ -221,7 +255,9 @@ def _option(*names: str, **settings: Any) -> Callable[[F], F]:
     "--config",
     type=click.Path(path_type=Path),
     required=True,
-    help="JSON file that says where the engine and the model are; the program that Nix builds sets it.",
+    # For the program that Nix builds, which sets it; whoever runs that has no use for another.
+    hidden=True,
+    help="JSON file that says where the engine and the model are.",
 )
 def command(
     once: str | None,
@@ -242,6 +278,9 @@ def command(
     (143 for SIGTERM), because what was asked for was not done.
     """
     started = time.monotonic()
+    _refuse_unknown_variables(os.environ)
+    if math.isnan(timeout):
+        raise BadInputError("--timeout (HYPERQWEN_DEMO_TIMEOUT) is nan", "use seconds from 1 to 86400")
     question = None if once is None else _read_question(once)
     if complete and question is None:
         raise BadInputError("--complete has nothing to go on after", "give the text: --once TEXT --complete")
@@ -259,7 +298,8 @@ def command(
             f"--max-tokens {max_tokens} leaves no room for a prompt in {profile.limits.context_tokens} tokens",
             f"use at most {profile.limits.context_tokens - 1}",
         )
-    run = _Run(paths, profile, host, port, key, started, timeout, as_json, verbose, cache_dir)
+    limit = _Limit(started, timeout)
+    run = _Run(paths, profile, host, port, key, shell_key(api_key_file), limit, as_json, verbose, cache_dir)
     try:
         with stop_signals():
             if question is None:
@@ -279,8 +319,8 @@ class _Run:
     host: str
     port: int
     key: str | None
-    started: float
-    timeout: float
+    shell_key: str
+    limit: _Limit
     as_json: bool
     verbose: bool
     cache_dir: Path | None
@@ -334,15 +374,14 @@ class _Run:
     def once(self, question: str, complete: bool, max_tokens: int) -> None:
         with self.engine() as (engine, console), self.client() as client:
             ask = client.complete if complete else client.chat
-            deadline = self.started + self.timeout
-            with Progress(console, self.started).shown() as progress:
-                _wait_until_serving(engine, progress, deadline)
+            with Progress(console, self.limit.started).shown() as progress:
+                _wait_until_serving(engine, progress, self.limit)
                 progress.begin("answer")
                 began = time.monotonic()
                 temperature = self.profile.answer.temperature
                 reply = _first_answer(
                     engine,
-                    deadline,
+                    self.limit,
                     lambda left: ask(question, max_tokens=max_tokens, temperature=temperature, timeout=left),
                 )
             now = time.monotonic()
@@ -355,7 +394,7 @@ class _Run:
                             "finish_reason": reply.finish_reason,
                             "prompt_tokens": reply.prompt_tokens,
                             "completion_tokens": reply.completion_tokens,
-                            "start_s": round(began - self.started, 3),
+                            "start_s": round(began - self.limit.started, 3),
                             "answer_s": round(now - began, 3),
                         },
                         ensure_ascii=False,
@@ -366,15 +405,16 @@ class _Run:
 
     def serve(self) -> None:
         with self.engine() as (engine, console):
-            with Progress(console, self.started).shown() as progress, self.client() as client:
-                deadline = self.started + self.timeout
-                _wait_until_serving(engine, progress, deadline)
+            with Progress(console, self.limit.started).shown() as progress, self.client() as client:
+                _wait_until_serving(engine, progress, self.limit)
                 progress.begin("answer")
                 _first_answer(
-                    engine, deadline, lambda left: client.complete(PROBE, max_tokens=1, temperature=0.0, timeout=left)
+                    engine,
+                    self.limit,
+                    lambda left: client.complete(PROBE, max_tokens=1, temperature=0.0, timeout=left),
                 )
             self.ready = True
-            self._announce(time.monotonic() - self.started)
+            self._announce(time.monotonic() - self.limit.started)
             while True:
                 engine.stages(0.5)
                 engine.check()
@@ -390,5 +430,5 @@ class _Run:
             return
         click.echo(
             f"{model} answers at {self.url}/v1 (ready after {seconds:.1f} s; ctrl-C stops it)\n\n"
-            + _example(self.url, model, self.key is not None)
+            + _example(self.url, model, None if self.key is None else self.shell_key)
         )

@@ -46,6 +46,21 @@ def repository(given: Path | None) -> Path:
     return found
 
 
+def _source(folder: Path) -> Path:
+    """The tree in `folder`.
+
+    Raises:
+        BadInputError: if there is none, or its files are links: a built engine, which has the series applied already.
+    """
+    root = find_tree(folder)
+    if (root / "vllm").is_symlink() or (root / "vllm" / "__init__.py").is_symlink():
+        raise BadInputError(
+            f"{folder} is no vLLM to patch: its files are links, as in a built engine",
+            "use ./hq build .#vllm-source -o vllm-source",
+        )
+    return root
+
+
 def _refuse(problems: Sequence[Problem], kind: type[HyperqwenError]) -> HyperqwenError:
     count = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
     return kind("\n".join([f"{count} with the patches:", *(f"  {problem}" for problem in problems)]))
@@ -123,7 +138,7 @@ def check(tree: Path, repo: Path | None, as_json: bool) -> None:
     root = repository(repo)
     with _refusals(VerificationError):
         series = read_series(root / "patches")
-        problems = check_series(series, tree_reader(find_tree(tree)), root)
+        problems = check_series(series, tree_reader(_source(tree)), root)
     if as_json:
         result = {"patches": len(series.entries), "problems": _json(problems)}
         click.echo(json.dumps(result, indent=2, ensure_ascii=False))
@@ -149,7 +164,7 @@ def apply(tree: Path, out: Path, repo: Path | None) -> None:
 
     The copy is writable and appears whole or not at all; the tree stays as it is.
     """
-    root = find_tree(tree)
+    root = _source(tree)
     target = out.absolute()
     if target.resolve().is_relative_to(root.resolve()):
         raise BadInputError(f"--out {out} lies inside the tree {root}", "name a folder outside it")
@@ -215,7 +230,7 @@ def new(
     }
     with _refusals(BadInputError):
         series = read_series(repository(repo) / "patches")
-        _report(new_patch(series, name, find_tree(tree), find_tree(edited), fields))
+        _report(new_patch(series, name, _source(tree), _source(edited), fields))
 
 
 @command.command()
@@ -232,18 +247,21 @@ def refresh(name: str, tree: Path, edited: Path | None, repo: Path | None) -> No
     """Rewrite patch NAME of the series for another vLLM tree.
 
     Each hunk moves to the one place where its context stands now, and every move is printed; a hunk whose
-    context is nowhere, or in several places, is left to you: edit a copy and give it with --edited. Refresh
-    patches in the order of the series.
+    context is nowhere, or in several places, is left to you: edit a copy and give it with --edited. A patch in
+    which nothing moves stays as it is, to the byte. Refresh patches in the order of the series.
     """
     with _refusals(BadInputError):
         series = read_series(repository(repo) / "patches")
-        source = None if edited is None else find_tree(edited)
-        _report(refresh_patch(series, name, find_tree(tree), source))
+        source = None if edited is None else _source(edited)
+        _report(refresh_patch(series, name, _source(tree), source))
 
 
 def _report(written: Written) -> None:
     """The patch's path on stdout, for scripts; what is in it on stderr."""
     click.echo(written.path)
+    if not written.changed:
+        click.echo(f"  nothing moved: {written.path.name} stays as it is", err=True)
+        return
     for path in written.files:
         click.echo(f"  changes {path}", err=True)
     for move in written.moves:

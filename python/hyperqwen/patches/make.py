@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,11 +148,12 @@ def header_text(fields: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A patch file that was written: its path, the files that it touches, and hunks that were moved."""
+    """A patch file: its path, the files that it touches, hunks that were moved, and whether its bytes are new."""
 
     path: Path
     files: tuple[str, ...]
     moves: tuple[str, ...] = ()
+    changed: bool = True
 
 
 def new_patch(series: Series, name: str, tree: Path, edited: Path, fields: Mapping[str, str]) -> Written:
@@ -170,6 +172,12 @@ def new_patch(series: Series, name: str, tree: Path, edited: Path, fields: Mappi
     """
     if series.all_problems:
         raise PatchProblems(series.all_problems)
+    taken = _namesake(series, name)
+    if taken is not None:
+        raise EditError(
+            f"patch name {name!r}: the series has a patch of that name, {taken}",
+            f"change it with 'hyperqwen patches refresh {taken} --tree TREE --edited COPY', or choose another name",
+        )
     try:
         full = next_name(series, name)
     except ValueError as error:
@@ -200,6 +208,15 @@ def new_patch(series: Series, name: str, tree: Path, edited: Path, fields: Mappi
         path.unlink()
         raise
     return Written(path, tuple(sorted(changes)))
+
+
+def _namesake(series: Series, name: str) -> str | None:
+    """The patch of the series that has this name, whatever the numbers."""
+
+    def words(text: str) -> str:
+        return re.sub(r"^\d{4}-", "", text).removesuffix(".patch")
+
+    return next((entry.name for entry in series.entries if words(entry.name) == words(name)), None)
 
 
 def _checked_diff(changes: Changes, name: str) -> bytes:
@@ -324,6 +341,9 @@ def _onto(path: str, start: bytes | None, new: bytes | None, old: bytes | None) 
 def refresh_patch(series: Series, name: str, tree: Path, edited: Path | None = None) -> Written:
     """Rewrite the diff of one patch of the series for `tree`; its header stays as it is.
 
+    A patch that makes the same of the tree as it stands is left alone, so that what git wrote into it and the applier
+    does not read (index lines, the function after @@) is not lost.
+
     Without `edited`, each hunk moves to the one place where its context stands now. With it, the patch
     becomes what differs between the tree with the earlier patches and the edited copy, which has no later
     patches applied.
@@ -354,12 +374,33 @@ def refresh_patch(series: Series, name: str, tree: Path, edited: Path | None = N
             f"nothing is left of {entry.name}: the tree holds its result already",
             f"remove the patch and its line in {SERIES}",
         )
-    header = "".join(f"{line}\n" for line in entry.patch.header).rstrip("\n") + "\n\n"
-    data = header.encode() + _checked_diff(changes, entry.name)
     path = series.folder / entry.name
-    if data != path.read_bytes():
-        write_atomic(path, data)
+    if _makes(entry.patch, changes):
+        return Written(path, tuple(sorted(changes)), changed=False)
+    header = "".join(f"{line}\n" for line in entry.patch.header).rstrip("\n") + "\n\n"
+    write_atomic(path, header.encode() + _checked_diff(changes, entry.name))
     return Written(path, tuple(sorted(changes)), tuple(moves))
+
+
+def _makes(patch: Patch, changes: Changes) -> bool:
+    """Whether `patch`, at its own lines, does just these changes, and undoes them."""
+
+    def before(path: str) -> bytes | None:
+        return changes[path][0] if path in changes else None
+
+    def after(path: str) -> bytes | None:
+        return changes[path][1] if path in changes else None
+
+    if patch.problems:
+        return False
+    try:
+        forth = apply_series(before, [patch])
+        back = apply_series(after, [patch], reverse=True)
+    except PatchProblems:
+        return False
+    return forth == {path: new for path, (_, new) in changes.items()} and back == {
+        path: old for path, (old, _) in changes.items()
+    }
 
 
 def _moved(patch: Patch, base: Reader) -> tuple[dict[str, tuple[bytes | None, bytes | None]], list[str]]:

@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from hyperqwen.patches.apply import Patch, PatchProblems, Problem, Reader, apply_series, scan
 
 SERIES = "series"
+PACKAGE = "vllm"
 KINDS = ("plugin", "seam", "fix", "security")
 FIELDS = ("Subject", "Kind", "Reason", "Upstream", "Retires", "Seam", "Test")
 PATCH_NAME = re.compile(r"(\d{4})-[a-z0-9]+(?:-[a-z0-9]+)*\.patch")
@@ -279,6 +280,12 @@ def read_series(folder: Path) -> Series:
         patch = scan(data, name)
         header, found = parse_header(patch.header, name)
         problems += found
+        # The tree lies among every other wheel's modules: a new file beside it would be imported like one of theirs.
+        problems += [
+            Problem(name, "the file is not vLLM's", line=file.line, file=file.path, expected=f"a path below {PACKAGE}/")
+            for file in patch.files
+            if file.sound and not file.path.startswith(f"{PACKAGE}/")
+        ]
         entries.append(Entry(name, patch, header))
 
     for child in sorted(folder.iterdir(), key=lambda child: child.name):

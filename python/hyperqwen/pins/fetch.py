@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -194,8 +194,10 @@ class Workspace:
                 raise UnsuitableError(
                     f"{self.root} cannot be locked: {error.strerror}", "set XDG_CACHE_HOME to a local disk"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            # The number is only for the message of whoever waits: a full disk must not stop what needs no space.
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             yield waited
         finally:
             os.close(descriptor)

@@ -17,6 +17,8 @@ from hyperqwen.errors import HyperqwenError, UnsuitableError
 
 SERVE_MODULE = "hyperqwen.engine.serve"
 TAIL_LINES = 10
+# Nothing else sends it unasked, and the one that is killed has no chance to log why.
+_OUT_OF_MEMORY = "the kernel does that when memory runs out (`dmesg` tells): free some and start again"
 # The last line of a traceback, with or without vLLM's log prefix: "ValueError: …", "torch.OutOfMemoryError: …".
 _EXCEPTION = re.compile(r"(?:\A|\] )(?:\w+\.)*\w+(?:Error|Exception|Interrupt): ")
 
@@ -122,8 +124,11 @@ class Engine:
         *lines, self._pending = (self._pending + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
-    def failure(self, what: str) -> EngineError:
-        """The error for an engine in trouble: `what`, the log's first exception and last lines, where the rest is."""
+    def failure(self, what: str, remedy: str | None = None) -> EngineError:
+        """The error for an engine in trouble: `what`, the log's first exception and last lines, where the rest is.
+
+        `remedy` is what to do about it, where that is known without the log.
+        """
         said = self._said()
         cause = next((line for line in said if _EXCEPTION.search(line)), None)
         tail = said[-TAIL_LINES:]
@@ -133,14 +138,16 @@ class Engine:
         if tail:
             lines += ["its last words:", *(f"  | {_cut(line)}" for line in tail)]
         fix = f"read {self._log}, or run it again with --verbose" if self._log else "read the engine's messages above"
-        return EngineError("\n".join(lines), fix)
+        return EngineError("\n".join(lines), f"{remedy}; else {fix}" if remedy else fix)
 
     def check(self) -> None:
         """Raise EngineError when the engine has ended."""
         status = self.returncode
         if status is not None:
             how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
-            raise self.failure(f"the engine ended by itself ({how})")
+            raise self.failure(
+                f"the engine ended by itself ({how})", _OUT_OF_MEMORY if status == -signal.SIGKILL else None
+            )
 
     def _said(self) -> list[str]:
         """The lines of the log that are not blank; of a long log, its end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +13,17 @@ VARIABLE = "HYPERQWEN_API_KEY"
 
 
 def resolve_key(file: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The key in `file`, else in HYPERQWEN_API_KEY, else None: no key is asked for.
+    """The key in `file` or in HYPERQWEN_API_KEY; None where neither is given: no key is asked for.
 
-    Raises MissingError or UnsuitableError for a file that cannot be read, BadInputError for a key that is empty (which
-    a server would take for none) or that no HTTP header can carry.
+    Raises MissingError or UnsuitableError for a file that cannot be read, BadInputError where both are given, and for a
+    key that is empty (which a server would take for none) or that no HTTP header can carry.
     """
+    if file is not None and VARIABLE in environ:
+        # Whichever won, a client that was told of the other one would be turned away without an explanation.
+        raise BadInputError(
+            f"two keys are given: {VARIABLE} and the key file {file}",
+            f"keep one: unset {VARIABLE}, or leave out --api-key-file (HYPERQWEN_DEMO_API_KEY_FILE)",
+        )
     if file is not None:
         return _checked(_read(file), f"the key file {file}")
     if VARIABLE in environ:
@@ -23,8 +31,16 @@ def resolve_key(file: Path | None, environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def shell_key(file: Path | None) -> str:
+    """How a shell says the key inside double quotes, without showing it: from `file`, or else from the variable."""
+    # The folder is spelled out: a client is usually started in another terminal, and in another place.
+    return f"${VARIABLE}" if file is None else f"$(cat {shlex.quote(str(file.absolute()))})"
+
+
 def _read(file: Path) -> str:
     try:
+        if stat.S_IMODE(file.stat().st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+            raise BadInputError(f"others may write the key file {file}", f"chmod 600 {shlex.quote(str(file))}")
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise MissingError(
