@@ -938,7 +938,7 @@ def program(checkout: Checkout, tmp_path: Path) -> Program:
 def test_an_interrupted_run_ends_soon_and_the_next_goes_on(program: Program, number: int, code: int) -> None:
     server, index = program.checkout.server, f"{program.checkout.server.url}/simple"
     big, data = wheel("beta", 4000, "kernels")
-    server.put(f"files/{big.file}", data, delay_s=0.3)
+    server.put(f"files/{big.file}", data, delay_s=1.5)
     process = program.start("--index", index, "--pin", "beta")
     assert server.arrived.wait(30)
     part = fetch.cache_dir() / f"{big.sha256}.part"
@@ -949,7 +949,7 @@ def test_an_interrupted_run_ends_soon_and_the_next_goes_on(program: Program, num
     sent = time.monotonic()
     _, err = process.communicate(timeout=20)
     assert process.returncode == code
-    assert time.monotonic() - sent < 5
+    assert time.monotonic() - sent < 15
     assert "run it again" in err and "Traceback" not in err
     kept = part.stat().st_size
     assert 0 < kept < 4000 and part.read_bytes() == data[:kept]
