@@ -22,7 +22,7 @@ let
     path = ../.;
     # From an archive there is no git to leave out what tools and builds left behind.
     filter = file: type:
-      !(elem (baseNameOf file) [ ".git" ".venv" "__pycache__" ] || builtins.match "result.*" (baseNameOf file) != null
+      !(elem (baseNameOf file) [ ".git" ".venv" "__pycache__" ] || builtins.match "result(-.*)?" (baseNameOf file) != null
         || builtins.match "[.].*_cache|[.]hypothesis" (baseNameOf file) != null);
   };
 
