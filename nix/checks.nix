@@ -22,8 +22,9 @@ let
     path = ../.;
     # From an archive there is no git to leave out what tools and builds left behind.
     filter = file: type:
-      !(elem (baseNameOf file) [ ".git" ".venv" "__pycache__" ] || builtins.match "result(-.*)?" (baseNameOf file) != null
-        || builtins.match "[.].*_cache|[.]hypothesis" (baseNameOf file) != null);
+      let name = baseNameOf file;
+      in !(elem name [ ".git" ".venv" "__pycache__" ]
+        || builtins.match "result(-.*)?|[.].*_cache|[.]hypothesis" name != null);
   };
 
   # pytest in the environment under test: the tests' own tools lie over it.
