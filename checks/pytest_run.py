@@ -73,15 +73,19 @@ def finished(command: list[str], folder: pathlib.Path, variables: dict[str, str]
         sys.exit(f"{printed}\n{command[0]} did not end in {LIMIT_SECONDS} s")
 
 
-def main() -> None:
-    with open(os.environ["specPath"]) as file:
-        spec = json.load(file)
-    result = run(spec["root"], spec["tests"], spec["variables"])
+def report(result: "subprocess.CompletedProcess[str]") -> None:
+    """End the check as `result` did; what it printed is the output."""
     print(result.stdout)
     if result.returncode:
         sys.exit(result.returncode)
     with open(os.environ["out"], "w") as file:
         file.write(result.stdout)
+
+
+def main() -> None:
+    with open(os.environ["specPath"]) as file:
+        spec = json.load(file)
+    report(run(spec["root"], spec["tests"], spec["variables"]))
 
 
 if __name__ == "__main__":

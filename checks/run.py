@@ -11,18 +11,13 @@ with open(os.environ["specPath"]) as spec_file:
     spec = json.load(spec_file)
 sys.path.insert(0, f"{spec['root']}/checks")
 
-from pytest_run import environment, finished, repository
+from pytest_run import environment, finished, report, repository
 
 
 def main() -> None:
     copy = repository(spec["root"])
     variables = environment({"NO_COLOR": "1", "COLUMNS": "100"}, copy)
-    result = finished([sys.executable, "-B", *spec["arguments"]], copy, variables)
-    print(result.stdout)
-    if result.returncode:
-        sys.exit(result.returncode)
-    with open(os.environ["out"], "w") as file:
-        file.write(result.stdout)
+    report(finished([sys.executable, "-B", *spec["arguments"]], copy, variables))
 
 
 main()

@@ -51,6 +51,8 @@ let
     inherit libc patchelf;
     wheel = requirePin wheel;
     keep = if part == "" then "all" else part;
+    # Only what it imports: an edit of the other helpers does not unpack every wheel again.
+    lib = subset ./build/lib [ "elf.py" ];
   };
   unpackAll = wheels: map (unpack "") (attrValues wheels);
 

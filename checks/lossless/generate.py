@@ -6,8 +6,38 @@ Writes {"tokens": [[...], ...], "drafted": int, "accepted": int} to OUT.
 """
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+
+def generate(
+    model: Path, out: Path, arguments: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int
+) -> dict[str, Any]:
+    """Run this script in a process of its own and return what it wrote; a failure shows the end of its log."""
+    result = subprocess.run(
+        [sys.executable, __file__, str(model), str(out), json.dumps(arguments), json.dumps(prompts), str(tokens)],
+        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    answers: dict[str, Any] = json.loads(out.read_text())
+    return answers
+
+
+def expected(successors: Sequence[int], prompt: Sequence[int], tokens: int) -> list[int]:
+    """What nano's own table (`next` in nano.json) says after `prompt`."""
+    answer, token = [], prompt[-1]
+    for _ in range(tokens):
+        token = successors[token]
+        answer.append(token)
+    return answer
 
 
 def main() -> None:
@@ -38,4 +68,5 @@ def main() -> None:
         )
 
 
-main()
+if __name__ == "__main__":
+    main()

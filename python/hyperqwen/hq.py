@@ -25,6 +25,7 @@ if str(PYTHON_DIR) not in sys.path:
     sys.path.insert(0, str(PYTHON_DIR))
 
 from hyperqwen.errors import INTERRUPTED, OK, BadInputError, HyperqwenError, UnsuitableError  # noqa: E402
+from hyperqwen.store import group_exists  # noqa: E402
 
 if TYPE_CHECKING:
     from hyperqwen.pins.model import PinSet
@@ -317,16 +318,6 @@ def _conf_texts(environ: Mapping[str, str]) -> list[str]:
     return texts
 
 
-def _has_group(name: str) -> bool:
-    import grp
-
-    try:
-        grp.getgrnam(name)
-    except KeyError:
-        return False
-    return True
-
-
 def sandbox_works() -> bool:
     """Whether root may make a sandbox here: a chroot and many containers allow none, where Nix 2.8 refuses to build."""
     spaces = ["--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--mount-proc"]
@@ -343,7 +334,7 @@ def environment(environ: Mapping[str, str], checkout: Path) -> dict[str, str]:
     config = nix_config(
         environ,
         root=root,
-        build_users=_has_group("nixbld"),
+        build_users=group_exists("nixbld"),
         substituters_set=names_substituters(_conf_texts(environ)),
         sandbox=not root or sandbox_works(),
     )

@@ -207,7 +207,7 @@ class NixStore:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(self._environ)
-        if os.geteuid() == 0 and not _group_exists("nixbld"):
+        if os.geteuid() == 0 and not group_exists("nixbld"):
             # Root without build users: Nix warns on every call unless it is told that there are none.
             environment["NIX_CONFIG"] = f"{environment.get('NIX_CONFIG', '')}\nbuild-users-group =".lstrip("\n")
         return environment
@@ -251,7 +251,8 @@ def _batches(arguments: Iterable[str]) -> Iterable[list[str]]:
         yield batch
 
 
-def _group_exists(name: str) -> bool:
+def group_exists(name: str) -> bool:
+    """Whether this machine has a group called `name`."""
     import grp
 
     try:

@@ -34,7 +34,7 @@ def repository(tmp_path: Path) -> Path:
     engine.mkdir(parents=True)
     (engine / "cpu.py").write_text("def logical_cpus():\n    return []\n\nraise SystemExit('imported')\n")
     (tmp_path / "checks").mkdir()
-    (tmp_path / "checks/test_cpu.py").write_text("def test_list():\n    assert True is not False\n")
+    (tmp_path / "checks/test_cpu.py").write_text("def test_list():\n    assert len([1]) == 1\n")
     (tmp_path / "patches").mkdir()
     (tmp_path / "patches/series").write_text("")
     return tmp_path

