@@ -32,6 +32,8 @@ DEB_GROUPS = {
     "stage": "the frozen Python that unpacks wheels",
     "runtime": "the Python that serves",
     "cc": "the C compiler that Triton's launcher needs",
+    "systemd": "systemd-analyze, which verifies the units",
+    "oci": "skopeo, umoci and bubblewrap, which read, unpack and run the images",
 }
 GROUPS = {**WHEEL_GROUPS, **DEB_GROUPS}
 
