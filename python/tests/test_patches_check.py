@@ -63,8 +63,16 @@ def test_a_good_series(repository: Path) -> None:
         Kind="fix",
         Seam="none",
         Test="checks/test_cpu.py::test_list",
+        Provides="kvarn",
     )
     assert found(repository) == []
+
+
+def test_an_unknown_capability_is_refused_with_the_nearest(repository: Path) -> None:
+    add(repository, {"vllm/a.py": (BASE, PATCHED)}, Provides="kvarn, lookup-draftin")
+    (problem,) = found(repository)
+    assert problem.startswith("0001-p.patch:8: Provides: there is no capability 'lookup-draftin'; did you mean")
+    assert "'lookup-drafting'" in problem
 
 
 def test_two_patches_may_use_one_seam(repository: Path) -> None:

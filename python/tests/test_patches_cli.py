@@ -25,6 +25,8 @@ NEW = [
     "hyperqwen.engine.cpu:count",
     "--test",
     "checks/test_cpu.py",
+    "--provides",
+    "kvarn",
 ]
 
 
@@ -66,6 +68,7 @@ def test_from_an_edit_to_a_checked_series(box: Path) -> None:
     (row,) = json.loads(run("list", "--json").stdout)
     assert row["retires"] == "upstream reads /sys"
     assert row["seams"] == ["hyperqwen.engine.cpu:count"]
+    assert row["provides"] == ["kvarn"]
     assert (row["files"], row["upstream"]) == (["vllm/a.py"], "none known")
 
     result = run("check", "--tree", box / "result")
@@ -97,7 +100,7 @@ def test_check_prints_every_problem_and_exits_5(box: Path) -> None:
     problems = json.loads(result.stdout)["problems"]
     assert [(problem["line"], problem["file"], problem["file_line"]) for problem in problems] == [
         (7, None, None),
-        (13, "vllm/a.py", 18),
+        (14, "vllm/a.py", 18),
     ]
 
     result = run("apply", "--tree", box / "result", "--out", box / "out")

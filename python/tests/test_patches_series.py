@@ -103,6 +103,10 @@ def test_every_field_has_a_value(field: str) -> None:
         ("python/tests/test", "/etc/test", "p.patch:8: Test: not a test of this repository"),
         ("python/tests/test", "python/tests/../test", "p.patch:8: Test: not a test of this repository"),
         (", checks/engine/test_cpu.py::test_list", "", "p.patch:8: Test: none of these sees vLLM"),
+        ("::test_list\n", "::test_list\nProvides: A b\n", "p.patch:9: Provides: not names of capabilities: expected"),
+        ("::test_list\n", "::test_list\nProvides: a, ,b\n", "p.patch:9: Provides: not names of capabilities"),
+        ("::test_list\n", "::test_list\nProvides: a, b, a\n", "p.patch:9: Provides: a name stands twice"),
+        ("::test_list\n", "::test_list\nProvides:\n", "p.patch:9: Provides: no value: expected some text"),
         ("checks/engine", "docs/engine", "p.patch:8: Test: not a test of this repository"),
         ("Upstream:", "Upsteam:", "p.patch:5: unknown field 'Upsteam': expected one of Subject, Kind"),
         ("Upstream:", "Kind: fix\nUpstream:", "p.patch:5: a second 'Kind' field"),
@@ -124,6 +128,15 @@ def test_a_seam_patch_names_its_seam() -> None:
     assert header is not None and header.seams == ()
 
 
+def test_what_a_patch_provides() -> None:
+    header, _ = parse_header(HEADER.split("\n"), "p.patch")
+    assert header is not None and header.provides == ()
+    more = HEADER.replace("::test_list\n", "::test_list\nProvides: kv-group-size,\n  int8-prefill\n")
+    header, problems = parse_header(more.split("\n"), "p.patch")
+    assert problems == [] and header is not None
+    assert (header.provides, header.line("Provides")) == (("kv-group-size", "int8-prefill"), 9)
+
+
 def test_all_header_problems_come_together() -> None:
     found = header_problems("Kind: hack\nColour: red\nRetires: never\nthanks\nTest: /tmp/x\n")
     assert len(found) == 6
@@ -140,8 +153,11 @@ WORDS = st.lists(st.from_regex(r"[!-~]{1,30}", fullmatch=True), min_size=1, max_
     retires=WORDS,
     subject=WORDS.map(lambda words: words[:100].strip()),
     kind=st.sampled_from(KINDS),
+    provides=st.lists(st.from_regex(r"[a-z][a-z0-9]{0,20}(-[a-z0-9]{1,9}){0,3}", fullmatch=True), unique=True),
 )
-def test_a_written_header_reads_back(subject: str, kind: str, reason: str, upstream: str, retires: str) -> None:
+def test_a_written_header_reads_back(
+    subject: str, kind: str, reason: str, upstream: str, retires: str, provides: list[str]
+) -> None:
     text = header_text(
         {
             "Subject": subject,
@@ -151,13 +167,14 @@ def test_a_written_header_reads_back(subject: str, kind: str, reason: str, upstr
             "Retires": f"when {retires}",
             "Seam": "hyperqwen.engine.cpu:f",
             "Test": "checks/x.py",
+            **({"Provides": ", ".join(provides)} if provides else {}),
         }
     )
     assert all(len(line) <= 110 for line in text.splitlines())
     header, problems = parse_header(text.splitlines(), "p")
     assert problems == [] and header is not None
     assert (header.subject, header.kind, header.reason) == (subject, kind, reason)
-    assert (header.upstream, header.retires) == (upstream, retires)
+    assert (header.upstream, header.retires, header.provides) == (upstream, retires, tuple(provides))
 
 
 def test_series_order_and_comments(tmp_path: Path) -> None:

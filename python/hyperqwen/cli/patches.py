@@ -112,6 +112,7 @@ def list_(repo: Path | None, as_json: bool) -> None:
                 "retires": header.retires,
                 "seams": list(map(str, header.seams)),
                 "tests": list(map(str, header.tests)),
+                "provides": list(header.provides),
                 "files": [file.path for file in entry.patch.files],
             }
             for entry, header in headers
@@ -132,8 +133,8 @@ def check(tree: Path, repo: Path | None, as_json: bool) -> None:
     """Check the series against a vLLM tree and this checkout.
 
     Every patch applies at its own lines and leaves files that compile; the series taken back gives the same
-    bytes; each seam is defined in hyperqwen.engine and used; each test exists. All problems are printed, and
-    the exit code is then 5.
+    bytes; each seam is defined in hyperqwen.engine and used; each test exists; each capability is one that
+    profiles know. All problems are printed, and the exit code is then 5.
     """
     root = repository(repo)
     with _refusals(VerificationError):
@@ -146,7 +147,7 @@ def check(tree: Path, repo: Path | None, as_json: bool) -> None:
         raise _refuse(problems, VerificationError)
     if not as_json:
         click.echo(f"{len(series.entries)} of {len(series.entries)} patches apply exactly, go back and compile")
-        click.echo("every seam and every test that they name exists")
+        click.echo("every seam, test and capability that they name exists")
 
 
 @command.command()
@@ -199,6 +200,12 @@ def apply(tree: Path, out: Path, repo: Path | None) -> None:
     metavar="FILE[::TEST]",
     help="The test that fails without it, below python/tests or checks; may be given more than once.",
 )
+@click.option(
+    "--provides",
+    multiple=True,
+    metavar="CAPABILITY",
+    help="What profiles can ask of an engine with it, as in kv-group-size; may be given more than once.",
+)
 @_repository
 def new(
     name: str,
@@ -211,6 +218,7 @@ def new(
     retires: str,
     seams: tuple[str, ...],
     tests: tuple[str, ...],
+    provides: tuple[str, ...],
     repo: Path | None,
 ) -> None:
     """Write a patch from an edited copy of vLLM and add it to the series.
@@ -228,6 +236,8 @@ def new(
         "Seam": ", ".join(seams) or "none",
         "Test": ", ".join(tests),
     }
+    if provides:
+        fields["Provides"] = ", ".join(provides)
     with _refusals(BadInputError):
         series = read_series(repository(repo) / "patches")
         _report(new_patch(series, name, _source(tree), _source(edited), fields))

@@ -12,6 +12,7 @@ from pathlib import Path
 from hyperqwen.patches.apply import Patch, PatchProblems, Problem, Reader, apply_series
 from hyperqwen.patches.files import overlay_reader
 from hyperqwen.patches.series import Entry, Header, Seam, Series
+from hyperqwen.profiles.capabilities import unknown
 
 ENGINE = "hyperqwen.engine"
 
@@ -23,7 +24,7 @@ def check_series(series: Series, read: Reader, repository: Path) -> list[Problem
 
     Every patch applies at its own lines; after each one every file that it touches compiles; the whole series
     taken back gives the tree's bytes; each header's seams are defined in `python/` (read, never imported),
-    are what the patched code refers to, and its tests exist.
+    are what the patched code refers to, its tests exist, and the capabilities that it provides are known.
 
     Returns:
         Every problem; empty if all is well.
@@ -154,6 +155,10 @@ def references(tree: ast.Module) -> Counter[str]:
 
 
 def _check_references_exist(name: str, header: Header, repository: Path) -> Iterator[Problem]:
+    for capability in header.provides:
+        reason = unknown(capability)
+        if reason is not None:
+            yield Problem(name, f"Provides: {reason}", line=header.line("Provides"))
     for seam in header.seams:
         reason = seam_error(seam, repository / "python")
         if reason is not None:

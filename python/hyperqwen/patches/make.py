@@ -25,7 +25,7 @@ from hyperqwen.patches.apply import (
     split_lines,
 )
 from hyperqwen.patches.files import overlay_reader, tree_files, tree_reader, write_atomic
-from hyperqwen.patches.series import FIELDS, SERIES, Series, next_name, parse_header
+from hyperqwen.patches.series import FIELDS, OPTIONAL, SERIES, Series, next_name, parse_header
 
 _WIDTH = 100
 _SHOWN = 20
@@ -129,9 +129,9 @@ def diff(changes: Changes) -> bytes:
 
 
 def header_text(fields: Mapping[str, str]) -> str:
-    """A patch's header from its fields, long values wrapped onto indented lines."""
+    """A patch's header from its fields, long values wrapped onto indented lines; an optional one may be missing."""
     lines: list[str] = []
-    for field in FIELDS:
+    for field in (*FIELDS, *(name for name in OPTIONAL if name in fields)):
         value = " ".join(fields[field].split())
         if field == "Subject":
             lines.append(f"{field}: {value}")
@@ -163,7 +163,7 @@ def new_patch(series: Series, name: str, tree: Path, edited: Path, fields: Mappi
 
     Args:
         name: the patch's name; its number and suffix are added where they are missing.
-        fields: the header's fields, by their names in `series.FIELDS`.
+        fields: the header's fields, by their names in `series.FIELDS` and `series.OPTIONAL`.
 
     Raises:
         EditError: for a name that is none or is taken; if the copy holds something that a patch cannot carry,

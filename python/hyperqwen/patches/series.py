@@ -12,6 +12,10 @@ then the diff:
     Retires: when upstream reads /sys
     Seam: hyperqwen.engine.processors:list_processors
     Test: checks/engine/test_processors.py, python/tests/test_engine_processors.py
+    Provides: plain-processors
+
+`Provides` may be left out; it names what an engine with this patch can do for a profile
+(`hyperqwen.profiles.capabilities`).
 
 `docs/patches.md` is generated from these headers.
 """
@@ -29,11 +33,13 @@ SERIES = "series"
 PACKAGE = "vllm"
 KINDS = ("plugin", "seam", "fix", "security")
 FIELDS = ("Subject", "Kind", "Reason", "Upstream", "Retires", "Seam", "Test")
+OPTIONAL = ("Provides",)
 PATCH_NAME = re.compile(r"(\d{4})-[a-z0-9]+(?:-[a-z0-9]+)*\.patch")
 
 _FIELD = re.compile(r"([A-Za-z][A-Za-z-]*):(?:[ \t]+(.*))?")
 _SEAM = re.compile(r"(hyperqwen\.engine(?:\.[A-Za-z_]\w*)+):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 _TEST = re.compile(r"((?:python/tests|checks)/[^:\s]+)(?:::([A-Za-z_]\w*))?")
+_CAPABILITY = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _SUBJECT_LENGTH = 100
 
 
@@ -64,7 +70,10 @@ class TestRef:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The metadata of a patch. `retires` is without its leading "when"; `upstream` may be "none known"."""
+    """The metadata of a patch. `retires` is without its leading "when"; `upstream` may be "none known".
+
+    provides: names of capabilities; whether they are known is for `check` and `profiles.capabilities` to say.
+    """
 
     subject: str
     kind: str
@@ -73,6 +82,7 @@ class Header:
     retires: str
     seams: tuple[Seam, ...]
     tests: tuple[TestRef, ...]
+    provides: tuple[str, ...] = ()
     lines: tuple[tuple[str, int], ...] = ()
 
     def line(self, field: str) -> int | None:
@@ -128,13 +138,13 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
         match = _FIELD.fullmatch(line)
         if match is not None:
             current = match[1]
-            if current not in FIELDS:
+            if current not in (*FIELDS, *OPTIONAL):
                 problems.append(
                     Problem(
                         patch,
                         f"unknown field {current!r}",
                         line=number,
-                        expected="one of " + ", ".join(FIELDS),
+                        expected="one of " + ", ".join((*FIELDS, *OPTIONAL)),
                     )
                 )
             elif current in values:
@@ -173,7 +183,7 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
             Problem(patch, f"{field}: {what}", line=numbers[field], expected=expected, found=repr(text[field]))
         )
 
-    for field in FIELDS:
+    for field in (*FIELDS, *OPTIONAL):
         if field in text and not text[field]:
             wrong(field, "no value", "some text")
     if len(values.get("Subject", ())) > 1 or len(text.get("Subject", "")) > _SUBJECT_LENGTH:
@@ -204,6 +214,12 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
     if tests and not any(test.path.startswith("checks/") for test in tests):
         wrong("Test", "none of these sees vLLM, and so none fails without the patch", "a test below checks/, too")
 
+    provides = [part.strip() for part in text["Provides"].split(",")] if text.get("Provides") else []
+    if not all(map(_CAPABILITY.fullmatch, provides)):
+        wrong("Provides", "not names of capabilities", "small-letters-and-hyphens, with commas between")
+    elif len(set(provides)) < len(provides):
+        wrong("Provides", "a name stands twice", "each once")
+
     if problems:
         return None, problems
     header = Header(
@@ -214,6 +230,7 @@ def parse_header(lines: Sequence[str], patch: str) -> tuple[Header | None, list[
         retires=text["Retires"].removeprefix("when ").strip(),
         seams=tuple(seams),
         tests=tuple(tests),
+        provides=tuple(provides),
         lines=tuple(numbers.items()),
     )
     return header, []
