@@ -300,7 +300,7 @@ def test_after_the_pin_about_a_gib_is_left() -> None:
 
 
 def test_a_bfloat16_drafter_leaves_no_room_at_the_pins() -> None:
-    """Upstream facts 4.4: 3.5 to 4 GiB of drafter leave no room for the default pins, but for 3,000,000,000 and 8192."""
+    """Upstream facts 4.4: 3.5 to 4 GiB of drafter leave no room for the pins, but for one of 3,000,000,000."""
     plain = replace(B, scheme=replace(SCHEMES["fast"], drafter=16), verify_scratch="engine")
     assert budget(plain).figure("weights.drafter").bytes / GIB == pytest.approx(3.58, abs=0.01)
     assert largest_context(plain) == 0
@@ -349,14 +349,40 @@ def test_two_cards_halve_what_is_cut_and_refuse_what_is_not() -> None:
         budget(replace(B, cards=3))
 
 
-def test_a_cpu_has_pages_of_32_tokens_and_no_graphs() -> None:
-    nano = geometry.load("nano")
-    load = Load(
-        geometry=nano, scheme=SCHEMES["bf16"], backend="CPU_ATTN", kv_cache_bytes=128 * MIB, context_tokens=2048
-    )
+NANO = Load(
+    geometry=geometry.load("nano"),
+    scheme=SCHEMES["bf16"],
+    backend="CPU_ATTN",
+    state_dtype="float32",
+    context_tokens=4096,
+    kv_cache_bytes=GIB,
+)
+
+
+@pytest.mark.parametrize(
+    ("load", "concurrency", "tokens"),
+    [
+        pytest.param(replace(NANO, context_tokens=512), 585.14, 299_593, id="512 tokens"),
+        pytest.param(NANO, 292.57, 1_198_372, id="prefix cache"),
+        pytest.param(replace(NANO, draft_tokens=4, prefix_cache=False), 178.09, 729_444, id="n-grams"),
+        pytest.param(
+            replace(NANO, drafter="mtp", draft_tokens=3, prefix_cache=False), 128.00, 524_288, id="MTP, groups of two"
+        ),
+    ],
+)
+def test_pools_that_this_engine_logged_with_nano_are_exact(load: Load, concurrency: float, tokens: int) -> None:
+    """vLLM 0.31.0+cpu of this repository with VLLM_CPU_KVCACHE_SPACE=1: "CPU KV cache size: 299,593 tokens, Maximum
+    concurrency for 512 tokens per request: 585.14x", and blocks of 512 tokens."""
     found = budget(load)
-    assert found.pool.block_tokens % 32 == 0
-    assert {figure.key for figure in found.figures} == {"weights.embedding", "weights.body", "weights.head", "kv_cache"}
+    assert found.pool.block_tokens == 512
+    assert (round(found.concurrency, 2), found.pool_tokens) == (concurrency, tokens)
+    weights = {"weights.embedding", "weights.body", "weights.head"} | ({"weights.mtp"} if load.drafter else set())
+    assert {figure.key for figure in found.figures} == {*weights, "kv_cache"}
+
+
+@pytest.mark.parametrize(("step", "block"), [(None, 512), (32, 416), (64, 448), (160, 480), (1024, 1024)])
+def test_a_block_size_that_is_set_is_the_step(step: int | None, block: int) -> None:
+    assert cut_pool(replace(NANO, block_tokens=step)).block_tokens == block
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from hyperqwen.profiles.profile import Profile
 CAPTURE_LIMIT = 64
 """Tokens of the largest batch captured unless the profile says otherwise: 128 ends the engine at the first batch."""
 
+SIXTEEN_BITS = "bfloat16"
+"""Cache type of 16 bits; vLLM's "auto", which is the type of activations."""
+
 _GRAPHS = {"full": "FULL", "piecewise": "PIECEWISE", "both": "FULL_AND_PIECEWISE"}
 
 
@@ -91,7 +94,7 @@ def _cuda(profile: Profile, paths: ModelPaths) -> list[str]:
     flags = [
         "--max-num-batched-tokens", str(profile.limits.batched_tokens),
         "--gpu-memory-utilization", f"{memory.utilization:g}",
-        "--kv-cache-dtype", "auto" if cache.dtype == profile.model.dtype else cache.dtype,
+        "--kv-cache-dtype", "auto" if cache.dtype == SIXTEEN_BITS else cache.dtype,
         "--mamba-ssm-cache-dtype", cache.state_dtype,
     ]  # fmt: skip
     if memory.kv_cache_bytes:
@@ -137,7 +140,7 @@ def _speculative(profile: Profile, paths: ModelPaths) -> dict[str, Any]:
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.tokens}
     if paths.drafter is not None:
         config["model"] = str(paths.drafter)
-        if profile.cache.dtype != profile.model.dtype:
+        if profile.cache.dtype != SIXTEEN_BITS:
             # The drafter's own cache stays in 16 bits: its window is short, and the target's backend may not take it.
             config |= {"attention_backend": "FLASH_ATTN", "kv_cache_dtype": "auto"}
     if spec.method != "ngram":

@@ -320,9 +320,10 @@ def cut_pool(load: Load) -> Pool:
     heads = key_value_heads(geometry.num_key_value_heads, cards)
     token = token_layer_bytes(load.cache_dtype, heads, geometry.head_dim)
     state = recurrent_state_bytes(geometry, load.state_dtype, load.draft_tokens, cards)
-    # Platform._align_hybrid_block_size: a multiple of the kernel's block or of --block-size, whichever is larger.
-    kernel = {"KVARN": KVARN_TILE, "CPU_ATTN": 32}.get(backend, 16)
-    step = max(kernel, load.block_tokens or 0)
+    # Platform._align_hybrid_block_size: a multiple of the kernel's smallest block or of --block-size (which
+    # CpuPlatform.check_and_update_config sets to 128), whichever is larger.
+    kernel, usual = {"KVARN": (KVARN_TILE, KVARN_TILE), "CPU_ATTN": (32, 128)}.get(backend, (16, 16))
+    step = max(kernel, load.block_tokens or usual)
     block = step * -(-state // (step * token))
     page = block * token
     attention_block, window_block, window_page = block, 0, 0
