@@ -55,7 +55,9 @@ def differences(plan: dict[str, Any], args: AsyncEngineArgs) -> list[str]:
         if speculation.get("num_speculative_tokens", 0) != profile["speculation"]["tokens"]:
             return [f"speculation: {speculation}"]
     found = {name: getattr(args, name) for name in wanted}
-    return [f"{name}: vLLM has {found[name]!r}, the plan {wanted[name]!r}" for name in wanted if found[name] != wanted[name]]
+    return [
+        f"{name}: vLLM has {found[name]!r}, the plan {wanted[name]!r}" for name in wanted if found[name] != wanted[name]
+    ]
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
-"""The demo as a user runs it: nano served over HTTP answers, quotes a prompt's cycle, refuses, and stops cleanly.
+"""The demo and the launcher as a user runs them: nano served over HTTP answers, quotes a cycle, refuses, and stops.
 
-spec: demo (the program's output), nano (the model directory).
+The launcher is started as a service: with a credential for the key, a socket for its notifications and a watchdog. It
+is ready after a token and not before; a stream that runs at SIGTERM is finished, and nothing new is taken.
+
+spec: demo and serve (the programs' outputs), nano (the model directory).
 """
 
 import json
@@ -10,12 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import httpx
 
 from hyperqwen.prepare.truth import Truth
+from hyperqwen.runtime.engine import dump_stacks
 
 KEY = "the-key-of-this-check"
 START_SECONDS = 240
@@ -140,6 +145,198 @@ def serve(demo: str, failures: Failures, truth: Truth) -> float:
     return ready
 
 
+class Manager:
+    """A service manager's socket, and what was said on it, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self.name = f"hyperqwen-check-{os.getpid()}"
+        self.said: list[str] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.settimeout(0.1)
+        self._open = True
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while self._open:
+            try:
+                self.said.append(self._socket.recv(65536).decode())
+            except TimeoutError:
+                continue
+
+    def wait_for(self, text: str, server: subprocess.Popen[str], seconds: float, after: int = 0) -> int:
+        """The place of the first message with `text` from `after` on; ends the check where none comes."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for place in range(after, len(self.said)):
+                if text in self.said[place]:
+                    return place
+            if time.monotonic() > deadline or server.poll() is not None:
+                server.kill()
+                sys.exit(f"no {text} from the launcher, only {self.said}:\n{server.communicate()[0]}")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join()
+        self._socket.close()
+
+
+def counted(client: httpx.Client) -> dict[str, float]:
+    """The numbers of /metrics, labels left out."""
+    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    pairs = [line.rpartition(" ")[::2] for line in lines if line and not line.startswith("#")]
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+
+class Stream(threading.Thread):
+    """A completion of `tokens` tokens that is read as it comes."""
+
+    def __init__(self, client: httpx.Client, tokens: int) -> None:
+        super().__init__()
+        self._client, self.tokens = client, tokens
+        self.events: list[str] = []
+        self.broken: str | None = None
+
+    def run(self) -> None:
+        body = {"model": "nano", "prompt": "Monday", "max_tokens": self.tokens, "ignore_eos": True, "stream": True}
+        try:
+            with self._client.stream("POST", "/v1/completions", json=body) as response:
+                self.events += [line for line in response.iter_lines() if line]
+        except httpx.HTTPError as error:
+            self.broken = repr(error)
+
+    def counted(self, least: int) -> None:
+        """Wait until so many tokens were generated, whether or not they were read."""
+        while counted(self._client)["vllm:generation_tokens_total"] < least:
+            time.sleep(0.05)
+
+
+def service(program: str, failures: Failures) -> float:
+    """The launcher as a service; seconds until it was ready."""
+    port = free_port()
+    arguments = [
+        f"{program}/bin/hyperqwen-serve",
+        "--port",
+        str(port),
+        "--host",
+        "0.0.0.0",
+        "--cache-dtype",
+        "bfloat16",
+    ]
+    credentials = pathlib.Path(os.environ["NIX_BUILD_TOP"]) / "credentials"
+    credentials.mkdir()
+    (credentials / "api-key").write_text(f"{KEY}\n")
+    variables = environment() | {"CREDENTIALS_DIRECTORY": str(credentials)}
+
+    look = subprocess.run([*arguments, "--preflight-only"], env=variables, text=True, capture_output=True, timeout=60)
+    failures.expect(f"exit code of --preflight-only ({look.stderr})", look.returncode, 0)
+    planned = subprocess.run(
+        [*arguments, "--print-argv", "--json"], env=variables, text=True, capture_output=True, timeout=60
+    )
+    manager, started = Manager(), time.monotonic()
+    server = subprocess.Popen(
+        arguments,
+        env=variables | {"NOTIFY_SOCKET": f"@{manager.name}", "WATCHDOG_USEC": "6000000"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        ready_at = manager.wait_for("READY=1", server, START_SECONDS)
+        ready = time.monotonic() - started
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/", headers=headers, timeout=60) as client:
+            watched(client, manager, server, ready_at, failures)
+            (record,) = (pathlib.Path(environment()["HOME"]) / ".local/state/hyperqwen/runs").glob("*.json")
+            run = json.loads(record.read_text())
+            engine = run["engine_pid"]
+            command = pathlib.Path(f"/proc/{engine}/cmdline").read_text().split("\0")[:-1]
+            argv = json.loads(planned.stdout)["argv"]
+            failures.expect("the engine's argv", command[-len(argv) :], argv)
+            if KEY in " ".join(command):
+                failures.append("the key is in the engine's argv, where every user reads it")
+            dumped(engine, pathlib.Path(run["log"]), failures)
+            drained(client, port, manager, server, failures)
+        output, _ = server.communicate(timeout=60)
+        failures.expect(f"exit code of the launcher after SIGTERM ({output[-500:]})", server.returncode, 0)
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+        manager.close()
+    for text in ("weights read in", "pool: ", "key set (21 characters)", "cache.dtype = bfloat16 (flag --cache-dtype)"):
+        if text not in output:
+            failures.append(f"the launcher does not say {text!r}:\n{output}")
+    if "Traceback" in output or KEY in output:
+        failures.append(f"a traceback, or the key:\n{output}")
+    if left := processes():
+        failures.append(f"left running by the launcher: {left}")
+    if record.exists():
+        failures.append(f"{record} is still there")
+    return ready
+
+
+def watched(
+    client: httpx.Client, manager: Manager, server: subprocess.Popen[str], ready_at: int, failures: Failures
+) -> None:
+    """What was said until the server was ready, and signs of life of an idle one."""
+    before = manager.said[:ready_at]
+    for text in ("STATUS=loading weights: 1 of 1 shards", "STATUS=pool: ", "STATUS=waiting for the first token"):
+        if not any(text in message for message in before):
+            failures.append(f"before it was ready, nothing said {text!r}: {before}")
+    if any("WATCHDOG=1" in message for message in before):
+        failures.append("a sign of life before it was ready")
+    numbers = counted(client)
+    failures.expect("tokens generated when it said that it is ready", numbers["vllm:generation_tokens_total"], 1.0)
+    failures.expect("requests without an answer", numbers["hyperqwen:unanswered_requests"], 0.0)
+    first = manager.wait_for("WATCHDOG=1", server, 10, ready_at)
+    manager.wait_for("WATCHDOG=1", server, 10, first + 1)
+
+
+def dumped(engine: int, log: pathlib.Path, failures: Failures) -> None:
+    """Server and engine process say where they are, as they are asked to when they hang, and go on."""
+    asked = dump_stacks(engine)
+    if engine not in asked or len(asked) < 2:
+        failures.append(f"of the server {engine} and its engine, only {asked} can write their stacks")
+    deadline = time.monotonic() + 20
+    wanted = ["hyperqwen/engine/serve.py", "vllm/v1/engine/core.py"]
+    while time.monotonic() < deadline and any(f'{name}", line' not in log.read_text() for name in wanted):
+        time.sleep(0.1)
+    for name in wanted:
+        if f'{name}", line' not in log.read_text():
+            failures.append(f"no stack in {name}")
+
+
+def drained(
+    client: httpx.Client, port: int, manager: Manager, server: subprocess.Popen[str], failures: Failures
+) -> None:
+    """SIGTERM while a stream runs: it is finished, and nothing new is taken."""
+    steps = counted(client)["hyperqwen:engine_steps_total"]
+    stream = Stream(client, 1500)
+    stream.start()
+    stream.counted(50)
+    numbers = counted(client)
+    failures.expect("requests without an answer while a stream runs", numbers["hyperqwen:unanswered_requests"], 1.0)
+    if numbers["hyperqwen:engine_steps_total"] < steps + 40:
+        failures.append(f"50 tokens took {numbers['hyperqwen:engine_steps_total'] - steps} steps")
+    server.send_signal(signal.SIGTERM)
+    manager.wait_for("STOPPING=1", server, 10)
+    time.sleep(0.5)
+    if not stream.is_alive():
+        failures.append("the stream was over before anything could be refused: it has to be longer")
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=client.headers, timeout=10)
+        failures.append(f"a new request was taken after SIGTERM: {answer.status_code}")
+    except httpx.ConnectError:
+        stream.join(120)
+    failures.expect("a stream that ran at SIGTERM", stream.broken, None)
+    failures.expect("its last event", stream.events[-1:], ["data: [DONE]"])
+    pieces = [json.loads(event.removeprefix("data: ")) for event in stream.events[:-1]]
+    failures.expect("its end", pieces[-1]["choices"][0]["finish_reason"], "length")
+
+
 def main() -> None:
     with open(os.environ["specPath"]) as file:
         spec = json.load(file)
@@ -155,10 +352,14 @@ def main() -> None:
         failures.append(f"--once answers {once.stdout!r}")
     if left := processes():
         failures.append(f"left running after --once: {left}")
+    warm = time.monotonic() - started
+    launched = service(spec["serve"], failures)
     if failures:
         sys.exit("\n".join(failures))
-    warm = time.monotonic() - started
-    report = f"{len(truth.prompts)} prompts as expected; ready in {cold:.1f} s, --once in {warm:.1f} s\n"
+    report = (
+        f"{len(truth.prompts)} prompts as expected; ready in {cold:.1f} s, --once in {warm:.1f} s, "
+        f"the launcher ready in {launched:.1f} s\n"
+    )
     print(report)
     with open(os.environ["out"], "w") as file:
         file.write(report)

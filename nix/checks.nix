@@ -72,7 +72,8 @@ let
     };
 in
 {
-  unit = pytest "unit" developer [ "python/tests" ] repository { };
+  # A compiler, for the shared libraries of the hosts that the tests record.
+  unit = pytest "unit" developer [ "python/tests" ] repository { HYPERQWEN_CC = "${outputs.cc}/bin/cc"; };
   lint = check "lint" developer ../checks/lint.py { root = repository; };
   docs = command "docs" [ "docs" "check" ];
   hosts = check "hosts" outputs.hyperqwen ../checks/hosts.py { root = repository; };
@@ -103,6 +104,13 @@ in
     ];
   };
 
+  units = check "units" outputs.hyperqwen ../checks/units.py { inherit (lib) units; tools = outputs.systemd-tools; };
+  unit-start = check "unit-start" outputs.hyperqwen ../checks/unit_start.py {
+    unit = outputs.unit-demo;
+    tools = outputs.systemd-tools;
+    confine = ../checks/confine.py;
+  };
+
   closure = check "closure" outputs.hyperqwen ../checks/closure.py {
     derivationArgs.exportReferencesGraph = builtins.concatMap (name: [ name outputs.${name} ])
       (builtins.attrNames graphs);
@@ -126,20 +134,89 @@ in
         fetchers.file = pin: fixed pin.file "flat" pin.sha256;
         fetchers.extract = deb: fixed deb.extract.store_name "recursive" deb.extract.nar_sha256;
       };
+      # nixpkgs' own, and the overlay that uses them.
+      nixpkgs = import ./nixos/nixpkgs.nix { inherit system; busybox = lib.seed; };
+      overlaid = (import ./nixos/overlay.nix nixpkgs nixpkgs).hyperqwen;
+      # Really extracted: without its hash, so that it is built, and of a package that is in the store as it is.
+      extracting = import ./nixos/fetchers.nix {
+        pkgs = nixpkgs // {
+          runCommand = name: variables: nixpkgs.runCommand name
+            (removeAttrs variables [ "outputHash" "outputHashAlgo" "outputHashMode" ]);
+        };
+      };
+      extract = { store_name = "bubblewrap"; member = "./usr/bin/bwrap"; path = "bin/bwrap"; nar_sha256 = ""; };
+      bubblewrap = builtins.head (builtins.filter (deb: deb.name == "bubblewrap") lib.pins.debs);
+
+      # Not serve-cpu: nano is content-addressed, and has no path before it is built.
+      names = [ "runtime" "engine-cpu" "engine-cuda" "serve-cuda" ];
       path = outputs: name: builtins.unsafeDiscardStringContext outputs.${name}.outPath;
+      paths = outputs: map (path outputs) names;
     in
     check "fetchers" outputs.hyperqwen ../checks/fetchers.py {
-      ours = map (path outputs) [ "runtime" "engine-cpu" "engine-cuda" ];
-      theirs = map (path elsewhere.packages.${system}) [ "runtime" "engine-cpu" "engine-cuda" ];
+      inherit names extract;
+      ours = paths outputs;
+      theirs = {
+        "another fetcher" = paths elsewhere.packages.${system};
+        "the overlay" = paths overlaid;
+      };
+      deb = "${extracting.file bubblewrap}";
+      extracted = "${extracting.extract (bubblewrap // { inherit extract; })}";
     };
 
+  nixos = check "nixos" outputs.hyperqwen ../checks/nixos.py {
+    inherit (lib.nixos) counts examples failures options unbuilt;
+    docs = ../docs/nixos.md;
+    root = lib.subset ../. [ "checks/units.py" ];
+    tools = outputs.systemd-tools;
+  };
+
+  oci = check "oci" outputs.hyperqwen ../checks/oci.py (lib.oci.checked // {
+    tools = outputs.oci-tools;
+    nano = outputs.nano;
+  });
+
   compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
+  cuda-home = check "cuda-home" outputs.engine-cuda ../checks/cuda_home.py {
+    inherit (outputs) cc cuda-home;
+    tools = outputs.oci-tools;
+    busybox = "${lib.seed}/bin/busybox";
+    root = lib.subset ../. [
+      "python/hyperqwen/__init__.py"
+      "python/hyperqwen/errors.py"
+      "python/hyperqwen/profiles/__init__.py"
+      "python/hyperqwen/profiles/cards.py"
+      "python/hyperqwen/runtime/__init__.py"
+      "python/hyperqwen/runtime/environment.py"
+    ];
+  };
 
   routes = check "routes" outputs.engine-cpu ../checks/run.py {
     arguments = [ "checks/routes.py" ];
     root = lib.subset ../. [ "checks/pytest_run.py" "checks/routes.py" ];
   };
+  memory-law = check "memory-law" outputs.engine-cpu ../checks/run.py {
+    arguments = [ "checks/memory_law.py" "--model" "${outputs.nano}" ];
+    root = lib.subset ../. [
+      "checks/memory_law.py"
+      "checks/pytest_run.py"
+      "prepare/models"
+      "python/hyperqwen/__init__.py"
+      "python/hyperqwen/engine"
+      "python/hyperqwen/errors.py"
+      "python/hyperqwen/prepare/__init__.py"
+      "python/hyperqwen/prepare/geometry.py"
+      "python/hyperqwen/prepare/weights.py"
+      "python/hyperqwen/profiles/__init__.py"
+      "python/hyperqwen/profiles/cards.py"
+      "python/hyperqwen/profiles/memory.py"
+      "python/hyperqwen/share.py"
+    ];
+  };
   engine = pytest "engine" engineTests [ "checks/engine" ] engineSources nano;
-  serve = check "serve" outputs.hyperqwen ../checks/serve.py { demo = outputs.demo; nano = outputs.nano; };
+  serve = check "serve" outputs.hyperqwen ../checks/serve.py {
+    demo = outputs.demo;
+    serve = outputs.serve-cpu;
+    nano = outputs.nano;
+  };
   lossless = pytest "lossless" engineTests [ "checks/lossless" ] engineSources nano;
 } // listToAttrs (map (entry: { name = "needed-${entry.name}"; value = withoutPatch entry; }) lib.patchList)

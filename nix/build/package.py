@@ -1,6 +1,7 @@
 """Our own Python package as an unpacked distribution: modules, byte code, metadata.
 
-spec: source (folder that holds hyperqwen/), name (distribution), version, scripts ({name: "module:function"}).
+spec: source (folder that holds hyperqwen/), name (distribution), version, scripts ({name: "module:function"}), share
+({name: folder}: data that goes to hyperqwen/share/NAME).
 """
 
 import compileall
@@ -16,8 +17,11 @@ with open(os.environ["specPath"]) as spec_file:
 def main() -> None:
     out = os.environ["out"]
     shutil.copytree(spec["source"], f"{out}/site", ignore=shutil.ignore_patterns("__pycache__"))
+    # A store's folders are read-only, and so are their copies.
     for directory, _, _ in os.walk(out):
         os.chmod(directory, 0o755)
+    for name, folder in spec["share"].items():
+        shutil.copytree(folder, f"{out}/site/hyperqwen/share/{name}")
     info = f"{out}/site/{spec['name'].replace('-', '_')}-{spec['version']}.dist-info"
     os.mkdir(info)
     with open(f"{info}/METADATA", "w") as file:

@@ -1,4 +1,4 @@
-"""The plan of every shipped profile as NAME.json, for the card that it is made for: what `hyperqwen plan --json` says."""
+"""The plan of every shipped profile as NAME.json, for the card that it is made for: `hyperqwen plan --json`."""
 
 import json
 import os

@@ -1,6 +1,7 @@
 """A program of ours with its configuration baked in.
 
-spec: name (hyperqwen's command), python (interpreter of the hyperqwen environment), config (JSON for the command).
+spec: name (of the program), python (interpreter of the hyperqwen environment), arguments (that it begins with),
+variable (names the configuration's file to it), config (JSON).
 """
 
 import json
@@ -16,9 +17,9 @@ with open(f"{out}/config.json", "w") as file:
 with open(f"{out}/bin/{name}", "w") as file:
     file.write(
         f"#!{spec['python']} -I\n"
-        "import os\n\n"
+        "import os\nimport sys\n\n"
         "from hyperqwen.cli import main\n\n"
-        f'os.environ["HYPERQWEN_{name.upper()}_CONFIG"] = "{out}/config.json"\n'
-        f'main(["{name}", *__import__("sys").argv[1:]], prog_name="hyperqwen")\n'
+        f'os.environ[{spec["variable"]!r}] = "{out}/config.json"\n'
+        f'main([*{spec["arguments"]!r}, *sys.argv[1:]], prog_name="hyperqwen")\n'
     )
 os.chmod(f"{out}/bin/{name}", 0o755)

@@ -6,7 +6,8 @@ A generated part stands in a Markdown file between two lines of its own:
     ...
     <!-- end generated -->
 
-`GENERATORS` maps each name to a function that takes the checkout's root and returns the lines between.
+`GENERATORS` maps each name to a function that takes the checkout's root and returns the lines between; `FILES` does the
+same for files that are generated as a whole.
 `stale` renders every file and gives those that differ, so that a check can refuse drift; `write` brings them
 up to date.
 """
@@ -29,6 +30,7 @@ from hyperqwen.errors import BadInputError
 from hyperqwen.patches.apply import PatchProblems
 from hyperqwen.patches.files import write_atomic
 from hyperqwen.patches.series import load
+from hyperqwen.profiles.capabilities import CAPABILITIES, providers
 
 WIDTH = 100
 """Columns of command help in the docs, whatever terminal writes them."""
@@ -37,6 +39,9 @@ Generator = Callable[[Path], str]
 
 GENERATORS: dict[str, Generator] = {}
 """Name in the marker to generator; `generator` adds one."""
+
+FILES: dict[str, Generator] = {}
+"""Path in the checkout of each file that is generated as a whole, to its generator; `generated_file` adds one."""
 
 _BEGIN = re.compile(r"<!-- generated: (\S+) -->")
 _END = "<!-- end generated -->"
@@ -50,6 +55,16 @@ def generator(name: str) -> Callable[[Generator], Generator]:
         if name in GENERATORS:
             raise ValueError(f"a second generator named {name!r}")
         GENERATORS[name] = function
+        return function
+
+    return register
+
+
+def generated_file(path: str) -> Callable[[Generator], Generator]:
+    """Register a function as the generator of the whole file `path`, where a checkout has the folder for it."""
+
+    def register(function: Generator) -> Generator:
+        FILES[path] = function
         return function
 
     return register
@@ -108,7 +123,7 @@ def render(text: str, root: Path, name: str) -> str:
 
 
 def stale(root: Path) -> dict[Path, str]:
-    """The pages whose generated parts are out of date, with what they should be.
+    """The pages whose generated parts are out of date, and generated files that are, with what they should be.
 
     Raises:
         BadInputError: for wrong markers, and for data that a generator refuses.
@@ -119,14 +134,26 @@ def stale(root: Path) -> dict[Path, str]:
         fresh = render(text, root, page.relative_to(root).as_posix())
         if _BEGIN.search(text) and fresh != text:
             found[page] = fresh
+    for path, function in FILES.items():
+        file = root / path
+        if file.parent.is_dir() and (fresh := function(root)) != _committed(file):
+            found[file] = fresh
     return found
+
+
+def _committed(file: Path) -> str:
+    """The text of a file, which is none for one that is not there yet."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
 
 
 def diffs(root: Path, found: dict[Path, str]) -> Iterator[str]:
     """A unified diff per page, from what is committed to what is generated."""
     for page, fresh in found.items():
         name = page.relative_to(root).as_posix()
-        old = page.read_text(encoding="utf-8").splitlines(keepends=True)
+        old = _committed(page).splitlines(keepends=True)
         yield "".join(unified_diff(old, fresh.splitlines(keepends=True), f"{name} (committed)", f"{name} (generated)"))
 
 
@@ -164,6 +191,7 @@ def patch_table(root: Path) -> str:
                 header.subject,
                 header.reason,
                 "<br>".join(f"`{seam}`" for seam in header.seams) or "none",
+                "<br>".join(f"`{capability}`" for capability in header.provides) or "none",
                 header.upstream,
                 header.retires,
             ]
@@ -171,8 +199,25 @@ def patch_table(root: Path) -> str:
     if not rows:
         return "The series is empty."
     return table(
-        ["Patch", "Kind", "What it does", "Why", "Hands over to", "Upstream", "Retires when"],
+        ["Patch", "Kind", "What it does", "Why", "Hands over to", "Provides", "Upstream", "Retires when"],
         rows,
+    )
+
+
+@generator("capability-table")
+def capability_table(root: Path) -> str:
+    """One row a capability: what it is, and the patch that provides it."""
+    by_capability = providers(root / "patches")
+    return table(
+        ["Capability", "What the engine can do", "Patch"],
+        [
+            [
+                f"`{name}`",
+                meaning,
+                ", ".join(f"[{patch[:4]}](../patches/{patch})" for patch in by_capability.get(name, ())) or "none yet",
+            ]
+            for name, meaning in CAPABILITIES.items()
+        ],
     )
 
 
@@ -257,3 +302,68 @@ def _pins(path: Path, key: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{path}: cannot read the pins: {error!r}", "run 'hyperqwen pins check'") from error
     return pins
+
+
+@generator("profile-table")
+def profile_table(root: Path) -> str:
+    """One row a profile, planned for the card that it is made for."""
+    from hyperqwen.profiles.tables import profile_rows
+
+    head = ["Profile", "For", "Context", "Slots", "Cache", "Drafts", "Pool", "Block", "Needs"]
+    return table(head, profile_rows(), right=(2, 3, 6, 7))
+
+
+@generator("rule-table")
+def rule_table(root: Path) -> str:
+    """One row a rule."""
+    from hyperqwen.profiles.tables import rule_rows
+
+    return table(["Rule", "Does", "Because"], rule_rows())
+
+
+@generator("section-table")
+def section_table(root: Path) -> str:
+    """One row a section of knobs."""
+    from hyperqwen.profiles.tables import section_rows
+
+    return table(["Section", "About"], section_rows())
+
+
+@generator("knob-table")
+def knob_table(root: Path) -> str:
+    """One row a knob."""
+    from hyperqwen.profiles.tables import knob_rows
+
+    return table(["Knob", "Takes", "Default", "Meaning"], knob_rows())
+
+
+@generator("unit-exceptions")
+def unit_exceptions(root: Path) -> str:
+    """The directives of profile B's unit that say why they are what they are."""
+    from hyperqwen.delivery.unit import service_config
+    from hyperqwen.profiles.profile import load
+
+    unit = service_config(load(root / "profiles" / "B.toml"), program="/bin/hyperqwen-serve")
+    rows = [
+        ["<br>".join(f"`{line}`" for line in directive.lines()), directive.why]
+        for directives in unit.sections.values()
+        for directive in directives
+        if directive.why
+    ]
+    return table(["Directive", "Why"], rows)
+
+
+@generated_file("nix/nixos/options.json")
+def nixos_options(root: Path) -> str:
+    """The knobs, as the NixOS module types them."""
+    from hyperqwen.delivery.options import options
+
+    return options()
+
+
+@generated_file("nix/nixos/service.json")
+def nixos_service(root: Path) -> str:
+    """What every unit has, for the NixOS module."""
+    from hyperqwen.delivery.options import service
+
+    return service()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ with open(FOLDER + "/seen.part", "w") as file:
     json.dump({{"argv": sys.argv, "environ": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid()}}, file)
 # Tests wait for the name: it must not be there before the content is.
 os.replace(FOLDER + "/seen.part", FOLDER + "/seen.json")
-signal.signal(signal.SIGTERM, signal.SIG_IGN if OPTIONS["deaf"] else lambda *_: os._exit(0))
+def end(*_):
+    print("engine: finishing", flush=True)
+    # As a draining engine: gone only when its last request is answered.
+    threading.Timer(OPTIONS["lingers"], os._exit, [0]).start()
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if OPTIONS["deaf"] else end)
 if OPTIONS["child"]:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(FOLDER + "/child.pid", "w") as file:
@@ -29,6 +35,8 @@ if OPTIONS["child"]:
 print("engine: starting", flush=True)
 for name in ("import", "configure", "load", "serve"):
     stage(name)
+    if name == "load":
+        print("".join(line + "\\n" for line in OPTIONS["says"]), end="", flush=True)
     if OPTIONS["hang_in"] == name:
         time.sleep(600)
     if OPTIONS["die_in"] == name:
@@ -39,6 +47,15 @@ for name in ("import", "configure", "load", "serve"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        # What a test says that the engine counts; it may change while this runs.
+        with open(FOLDER + "/metrics.txt", "rb") as file:
+            data = file.read()
+        self.send_response(200 if self.path == "/metrics" else 404)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with open(FOLDER + "/requests.jsonl", "a") as file:
@@ -78,10 +95,12 @@ def write(
     deaf: bool = False,
     child: bool = False,
     status: int = 200,
+    lingers: float = 0,
+    says: Sequence[str] = (),
 ) -> Path:
     """An executable in `folder` that behaves as the engine's python would.
 
-    What it saw goes to `seen.json` and `requests.jsonl` in the folder.
+    What it saw goes to `seen.json` and `requests.jsonl` in the folder. /metrics is the folder's `metrics.txt`.
 
     Args:
         hang_in: stage that never ends.
@@ -91,6 +110,8 @@ def write(
         deaf: whether it ignores SIGTERM.
         child: whether it starts a process of its own, whose number goes to `child.pid`.
         status: HTTP status of every answer.
+        lingers: seconds between SIGTERM and its end.
+        says: lines of its log while it loads.
     """
     options = json.dumps(
         {
@@ -101,12 +122,34 @@ def write(
             "deaf": deaf,
             "child": child,
             "status": status,
+            "lingers": lingers,
+            "says": list(says),
         }
     )
+    metrics(folder)
     program = folder / "python3"
     program.write_text(f"#!{sys.executable}\n" + _SOURCE.format(options=options, folder=str(folder)))
     program.chmod(0o755)
     return program
+
+
+def metrics(folder: Path, *, requests: int = 0, tokens: int = 0, steps: int = 0) -> None:
+    """Let the engine's /metrics say so from now on."""
+    lines = [
+        "# TYPE vllm:num_requests_running gauge",
+        f'vllm:num_requests_running{{engine="0",model_name="nano"}} {float(requests)}',
+        "# TYPE vllm:num_requests_waiting gauge",
+        'vllm:num_requests_waiting{engine="0",model_name="nano"} 0.0',
+        "# TYPE vllm:generation_tokens_total counter",
+        f'vllm:generation_tokens_total{{engine="0",model_name="nano"}} {float(tokens)}',
+        "# TYPE hyperqwen:engine_steps_total counter",
+        f"hyperqwen:engine_steps_total {float(steps)}",
+        "# TYPE hyperqwen:unanswered_requests gauge",
+        f"hyperqwen:unanswered_requests {float(requests)}",
+    ]
+    draft = folder / "metrics.part"
+    draft.write_text("\n".join(lines) + "\n")
+    draft.replace(folder / "metrics.txt")
 
 
 def seen(folder: Path) -> dict[str, Any]:

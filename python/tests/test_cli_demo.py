@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import fake_engine
-from tests.test_profiles_profile import TEXT
 
 from hyperqwen.runtime import ports
+from tests import fake_engine
 
 COMMAND = [sys.executable, "-c", "from hyperqwen.cli import main; main(prog_name='hyperqwen')", "demo"]
 PYTHON_DIR = Path(__file__).resolve().parent.parent
@@ -38,13 +37,12 @@ class Demo:
         self.configure()
 
     def configure(self, config: dict[str, Any] | None = None, **behaviour: Any) -> None:
-        (self.folder / "demo.toml").write_text(TEXT)
         (self.folder / "model").mkdir(exist_ok=True)
         program = fake_engine.write(self.folder, **behaviour)
         paths: dict[str, Any] = {
+            "engine": "cpu",
             "engine_python": str(program),
             "model": str(self.folder / "model"),
-            "profile": str(self.folder / "demo.toml"),
             "engine_id": "abc-engine-cpu",
             "cc": "/cc/bin",
         }
@@ -75,6 +73,11 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20) -> N
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.02)
+
+
+def secret(file: Path) -> None:
+    file.write_text("sesame\n")
+    file.chmod(0o600)
 
 
 def test_once_prints_the_answer_alone(demo: Demo) -> None:
@@ -203,7 +206,7 @@ def test_the_environment_twin_of_an_option(demo: Demo) -> None:
 
 
 def test_the_key_reaches_the_engine_and_the_question_but_no_argv(demo: Demo) -> None:
-    (demo.folder / "key").write_text("sesame\n")
+    secret(demo.folder / "key")
     done = demo.run("--once", "x", "--api-key-file", str(demo.folder / "key"))
 
     assert done.returncode == 0, done.stderr
@@ -216,7 +219,7 @@ def test_the_key_reaches_the_engine_and_the_question_but_no_argv(demo: Demo) -> 
 @pytest.mark.parametrize("twin", [False, True])
 def test_the_example_takes_the_key_from_where_the_server_did(demo: Demo, twin: bool) -> None:
     file = demo.folder / "my key"
-    file.write_text("sesame\n")
+    secret(file)
     if twin:
         demo.environ["HYPERQWEN_DEMO_API_KEY_FILE"] = str(file)
     process = demo.start(*([] if twin else ["--api-key-file", str(file)]))
@@ -241,7 +244,7 @@ def test_the_example_names_the_variable_that_holds_the_key(demo: Demo) -> None:
 
 
 def test_two_keys_are_refused(demo: Demo) -> None:
-    (demo.folder / "key").write_text("sesame\n")
+    secret(demo.folder / "key")
     done = demo.run("--api-key-file", str(demo.folder / "key"), HYPERQWEN_API_KEY="sesame")
     assert done.returncode == 2 and "two keys are given: HYPERQWEN_API_KEY and the key file" in done.stderr
     assert not demo.started

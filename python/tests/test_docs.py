@@ -23,6 +23,7 @@ HEADER = {
     "Retires": "when upstream reads /sys",
     "Seam": "none",
     "Test": "checks/test_x.py",
+    "Provides": "kvarn",
 }
 PINS = {
     "wheels": [
@@ -59,10 +60,10 @@ def run(root: Path, *arguments: str) -> Result:
 
 BEGIN, END = "<!-- generated: patch-table -->", "<!-- end generated -->"
 TABLE = [
-    "| Patch | Kind | What it does | Why | Hands over to | Upstream | Retires when |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
+    "| Patch | Kind | What it does | Why | Hands over to | Provides | Upstream | Retires when |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- |",
     "| [0001](../patches/0001-count.patch) | fix | count the processors | lscpu \\| grep needs a shell "
-    "| none | none known | upstream reads /sys |",
+    "| none | `kvarn` | none known | upstream reads /sys |",
 ]
 
 
@@ -73,6 +74,16 @@ def test_write_fills_the_part_and_leaves_the_rest(root: Path) -> None:
     assert path.read_text().split("\n") == ["# Patches", "", BEGIN, *TABLE, END, "after", ""]
     result = run(root, "write")
     assert (result.exit_code, result.stdout) == (0, "")
+
+
+def test_capabilities_name_their_patches(root: Path) -> None:
+    path = page(root, BEGIN.replace("patch-table", "capability-table"), END)
+    assert run(root, "write").exit_code == 0
+    rows = path.read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| `kvarn` |")]
+    assert row.endswith("| [0001](../patches/0001-count.patch) |")
+    (row,) = [row for row in rows if row.startswith("| `chains` |")]
+    assert row.endswith("| none yet |")
 
 
 def test_check_prints_the_drift_and_exits_1(root: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.recorded_host import KNOWN, Tree
 
 from hyperqwen.errors import UnsuitableError
 from hyperqwen.runtime.driver import CUDA, JIT, NVML, Driver, cached_paths, find, link_directory
 from hyperqwen.runtime.host import Problem, detect
+from tests.recorded_host import KNOWN, Tree
 
 GPUCOMP = f"libnvidia-gpucomp.so.{KNOWN}"
 OLDER, NEWER = "535.183.01", "590.44.01"

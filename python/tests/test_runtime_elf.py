@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.recorded_host import compiled
 
 from hyperqwen.runtime import elf
+from tests.recorded_host import compiled
 
 
 def test_what_a_linker_wrote() -> None:

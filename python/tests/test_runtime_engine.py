@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import fake_engine
 
 from hyperqwen.errors import UnsuitableError
 from hyperqwen.runtime import ports
 from hyperqwen.runtime.engine import Engine, EngineError
+from tests import fake_engine
 
 
 @pytest.fixture
@@ -124,3 +125,33 @@ def test_a_long_line_of_the_log_is_cut(start: Any, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 5000 + "\n")
 
     assert max(len(line) for line in str(engine.failure("trouble")).splitlines()) < 260
+
+
+def test_an_engine_that_hangs_says_where_and_who_cannot_say_lives_on(start: Any, tmp_path: Path) -> None:
+    engine = start(child=True)
+    stages_until(engine, "serve")
+    child = int((tmp_path / "child.pid").read_text())
+    assert engine.dump() == [], "neither expects the signal, which would end it"
+    assert fake_engine.alive(engine.pid) and fake_engine.alive(child)
+
+    (tmp_path / "other").mkdir()
+    program = tmp_path / "other/python3"
+    program.write_text(
+        f"#!{sys.executable}\nimport faulthandler, signal, time\n"
+        "def hangs():\n    print('hanging', flush=True)\n    time.sleep(60)\n"
+        "faulthandler.register(signal.SIGUSR1)\nhangs()\n"
+    )
+    program.chmod(0o755)
+    log = tmp_path / "other/log"
+    with ports.claim("127.0.0.1", 0) as listener:
+        hung = Engine.start(program, [], {}, listener=listener, folder=tmp_path, log=log)
+    try:
+        deadline = time.monotonic() + 10
+        while "hanging" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert hung.dump() == [hung.pid]
+        while "in hangs" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "in hangs" in log.read_text() and hung.returncode is None
+    finally:
+        hung.stop(0.1)

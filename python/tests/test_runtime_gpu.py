@@ -12,10 +12,10 @@ import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.recorded_host import SOURCE, Card, Recorded, card, compiled
 
 from hyperqwen.errors import BadInputError, UnsuitableError
 from hyperqwen.runtime.gpu import MIB, Gpu, Nvml, Process, SpillWatch, select, shortage
+from tests.recorded_host import SOURCE, Card, Recorded, card, compiled
 
 GIB = 1 << 30
 UUIDS = ("GPU-11111111-aaaa-0000-0000-000000000001", "GPU-11112222-bbbb-0000-0000-000000000002")

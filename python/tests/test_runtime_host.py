@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.recorded_host import Tree
 
 from hyperqwen.runtime.host import Host, Kind, Root, detect
+from tests.recorded_host import Tree
 
 GIB = 1 << 30
 WSL_KERNEL = "6.6.87.2-microsoft-standard-WSL2\n"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperqwen.errors import BadInputError, MissingError
-from hyperqwen.runtime.keys import resolve_key, shell_key
+from hyperqwen.runtime.keys import credential_file, resolve_key, shell_key
 
 
 def test_no_key() -> None:
@@ -19,6 +19,7 @@ def test_no_key() -> None:
 def test_a_key_from_either_place_and_no_line_end_in_it(tmp_path: Path, end: str) -> None:
     file = tmp_path / "key"
     file.write_bytes(f"from-file{end}".encode())
+    file.chmod(0o600)
     assert resolve_key(file, {}) == "from-file"
     assert resolve_key(None, {"HYPERQWEN_API_KEY": "from-environment"}) == "from-environment"
 
@@ -47,6 +48,7 @@ def test_a_shell_reads_the_key_where_the_server_did(tmp_path: Path, name: str, m
 def test_an_empty_key_is_refused_and_not_taken_for_none(tmp_path: Path, text: str) -> None:
     file = tmp_path / "key"
     file.write_text(text)
+    file.chmod(0o600)
     with pytest.raises(BadInputError, match="is empty"):
         resolve_key(file, {})
     with pytest.raises(BadInputError, match="HYPERQWEN_API_KEY is empty"):
@@ -67,14 +69,35 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="does not exist"):
         resolve_key(tmp_path / "none", {})
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "binary").chmod(0o600)
     with pytest.raises(BadInputError, match="is not text"):
         resolve_key(tmp_path / "binary", {})
 
 
-@pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
-def test_a_file_that_others_may_write_is_no_key(tmp_path: Path, mode: int) -> None:
-    file = tmp_path / "key"
+@pytest.mark.parametrize(
+    ("mode", "verb"), [(0o602, "write"), (0o620, "write"), (0o666, "write"), (0o640, "read"), (0o604, "read")]
+)
+def test_a_file_that_others_may_use_is_no_key(tmp_path: Path, mode: int, verb: str) -> None:
+    file = tmp_path / "my key"
     file.write_text("abc")
     file.chmod(mode)
-    with pytest.raises(BadInputError, match="others may write"):
+    with pytest.raises(BadInputError) as raised:
         resolve_key(file, {})
+    assert f"others may {verb} the key file {file} (mode {mode:04o})" in str(raised.value)
+    assert f"chmod 600 '{file}'" in str(raised.value)
+
+
+def test_a_service_gets_its_key_as_a_credential(tmp_path: Path) -> None:
+    environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    assert resolve_key(None, environ) is None
+
+    # systemd hands them over with the mode 0440 in a folder that only the service's user may enter.
+    (tmp_path / "api-key").write_text("from-systemd\n")
+    (tmp_path / "api-key").chmod(0o440)
+    assert resolve_key(None, environ) == "from-systemd"
+    assert credential_file(environ) == tmp_path / "api-key"
+
+    assert resolve_key(None, environ | {"HYPERQWEN_API_KEY": "said"}) == "said", "what was said comes first"
+    (tmp_path / "api-key").write_text("\n")
+    with pytest.raises(BadInputError, match=r"the credential .*api-key is empty"):
+        resolve_key(None, environ)

@@ -11,7 +11,24 @@ from hyperqwen import __version__
 from hyperqwen.errors import INTERRUPTED, HyperqwenError, UnsuitableError
 
 # Each is a module of this package that exports itself as `command`.
-COMMANDS = ("demo", "docs", "fetch", "nano", "patches", "pins")
+COMMANDS = (
+    "demo",
+    "docs",
+    "doctor",
+    "down",
+    "fetch",
+    "health",
+    "keygen",
+    "logs",
+    "nano",
+    "oci",
+    "patches",
+    "pins",
+    "plan",
+    "profile",
+    "report",
+    "serve",
+)
 
 
 class KnownError(click.ClickException):

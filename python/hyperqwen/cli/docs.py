@@ -22,7 +22,8 @@ _repository = click.option(
 def command() -> None:
     """Write or check the generated parts of the docs.
 
-    They stand between '<!-- generated: NAME -->' and '<!-- end generated -->' in README.md and docs/.
+    They stand between '<!-- generated: NAME -->' and '<!-- end generated -->' in README.md and docs/. What the NixOS
+    module reads of the schema is generated as well.
     """
 
 

@@ -1,10 +1,13 @@
-"""vLLM's OpenAI server with its engine process forked instead of spawned: `python -m hyperqwen.engine.serve FLAGS…`.
+"""vLLM's OpenAI server as the launcher starts it: `python -m hyperqwen.engine.serve FLAGS…`.
 
-Takes the flags of `vllm serve` (`--model` included) and runs the same application on the same engine. `vllm serve`
-imports vLLM and torch anew in the engine process, and a third time where it inspects the model's class. On a CPU
-nothing keeps the engine from being a fork of a server that has imported everything: no CUDA context exists and no
-thread runs yet. That is a start in about 12 s of processor time instead of about 30 s, and the pages that both
-processes share are not paid for twice.
+Takes the flags of `vllm serve` (`--model` included) and runs the same application on the same engine, with three
+differences: it takes a socket that is already bound and tells its stages, SIGTERM drains (`drain`), and /metrics has
+the counters of `progress`.
+
+On a CPU the engine process is forked instead of spawned. `vllm serve` imports vLLM and torch anew in the engine
+process, and a third time where it inspects the model's class. There, nothing keeps the engine from being a fork of a
+server that has imported everything: no CUDA context exists and no thread runs yet. That is a start in about 12 s of
+processor time instead of about 30 s, and the pages that both processes share are not paid for twice.
 
 Two environment variables, both optional and both set by `hyperqwen.runtime.engine`:
 
@@ -17,6 +20,7 @@ HYPERQWEN_STATUS_FD
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -28,6 +32,8 @@ from types import FrameType
 from typing import Any
 
 STAGES = ("import", "configure", "load", "serve")
+# A process of an engine that hangs says where it does. Here and not in `main`: what vLLM spawns imports this file, too.
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -116,6 +122,8 @@ async def _serve(args: Any, listener: socket.socket | None, status: Status) -> N
     from vllm.utils.system_utils import decorate_logs, set_ulimit
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from hyperqwen.engine import drain, progress
+
     decorate_logs("APIServer", skip_if_decorated=True)
     # Until uvicorn runs, SIGTERM must still unwind what has been set up.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -130,6 +138,9 @@ async def _serve(args: Any, listener: socket.socket | None, status: Status) -> N
     cpu = current_platform.is_cpu()
     if cpu:
         _register_in_process(Path(args.model))
+    else:
+        # As `vllm serve` does: a fork of a process that has touched CUDA cannot use it.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     if cpu:
@@ -149,7 +160,10 @@ async def _serve(args: Any, listener: socket.socket | None, status: Status) -> N
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
         disable_log_stats=engine_args.disable_log_stats,
+        stat_loggers=[progress.step_logger()],
     )
+    progress.count_unanswered(client.get_num_unfinished_requests)
+    args.middleware = [*args.middleware, drain.PATH]
     try:
         await client.reset_mm_cache()
         status.begin("serve")

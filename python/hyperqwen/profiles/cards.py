@@ -13,8 +13,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 EVIDENCE = {
-    "reference": "the profiles were measured on it (upstream-facts.md 4 and 9)",
-    "field": "users ran the original on it (upstream-facts.md 9.3)",
+    "reference": "the profiles were measured on it (upstream facts 4 and 9)",
+    "field": "users ran the original on it (upstream facts 9.3)",
     "run here": "vLLM 0.31.0 ran this geometry on it (gpu-h200.md)",
     "none": "no report of this model on it is known",
 }

@@ -42,36 +42,36 @@ _MEASURED_WIDTH = 3 * 17_408 + 4 * 5120
 _MEASURED_DEPTH = 64 * 5120
 
 OVERHEAD = int(0.41 * GIB)
-_OVERHEAD_SOURCE = "upstream-facts.md 4.3: resident 14.26 GiB, of which weights 13.85"
+_OVERHEAD_SOURCE = "HyperQwen's records, RTX 3090: resident 14.26 GiB, of which weights 13.85"
 
 ACTIVATIONS = int(0.45 * GIB)
 _ACTIVATIONS_SOURCE = "what the pools published for 0.30 and 0.31 (A, D, MTP) leave; scaled by tokens a step and width"
 
 GRAPHS = int(0.33 * GIB)
 GRAPHS_TOKENS = 64
-_GRAPHS_SOURCE = "upstream-facts.md 4.3: 0.33 GiB at 64 captured tokens without verify scratch; scaled by both"
+_GRAPHS_SOURCE = "HyperQwen's records, RTX 3090: 0.33 GiB at 64 captured tokens without verify scratch; scaled by both"
 
 UNPROFILED = 631 * MIB
 UNPROFILED_PER_SLOT = 650 * MIB // 64
-_UNPROFILED_SOURCE = "upstream-facts.md 4.3: 174 MiB left at 0.94 with 64 slots, 650 of them their prefills at once"
+_UNPROFILED_SOURCE = "HyperQwen's records, RTX 3090: 174 MiB left at 0.94 with 64 slots, 650 of them their prefills"
 
 KVARN_SHARE = 0.15
 _KVARN_SOURCE = "share of what weights leave of the planned memory; the published KVarN pools fit with all of it taken"
 
 VISION_IN_HOST = 9 * MIB
-_VISION_SOURCE = "upstream-facts.md 4.3: 9 MiB resident with the tower in host memory"
+_VISION_SOURCE = "HyperQwen's records, RTX 3090: 9 MiB resident with the tower in host memory"
 
 WSL_RESERVE = (24_564 - 23_371) * MIB
-_WSL_SOURCE = "upstream-facts.md 11.62: 23,371 of 24,564 MiB usable under WSL2"
+_WSL_SOURCE = "HyperQwen's records, RTX 3090: 23,371 of 24,564 MiB usable under WSL2"
 
 VERIFY_SEGMENTS = 16
 VERIFY_FALLBACK_REQUESTS = 256
 VERIFY_QUERY_ROWS = 64
 """Split-KV verification: parts that a sequence is split into, requests that its scratch is sized for unless it knows
-better, and query rows that one tile holds (upstream-facts.md 4.3 and 6.1)."""
+better, and query rows that one tile holds (upstream facts 4.3 and 6.1)."""
 
 MATERIALIZE_TOKENS = 262_144
-"""Most tokens that KVarN's prefill unpacks to 16 bits at once (upstream-facts.md 6.3)."""
+"""Most tokens that KVarN's prefill unpacks to 16 bits at once (upstream facts 6.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ def token_layer_bytes(cache_dtype: CacheType, heads: int, head_dim: int) -> int:
 
     16-bit and fp8: AttentionSpec.unpadded_page_size_bytes. Per token and head: a float32 scale beside keys and beside
     values (TritonAttentionBackend.customize_spec). KVarN: a tile of 128 tokens and one head holds packed keys, their
-    scales (2D+128 halves), packed values, theirs (D+256 halves) (upstream-facts.md 6.3).
+    scales (2D+128 halves), packed values, theirs (D+256 halves) (upstream facts 6.3).
     """
     if cache_dtype == "bfloat16":
         return heads * 2 * head_dim * 2

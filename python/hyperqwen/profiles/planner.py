@@ -154,7 +154,7 @@ def load_of(
         batched_tokens=profile.limits.batched_tokens,
         asynchronous=profile.scheduler.asynchronous,
         cache_dtype=profile.cache.dtype,
-        state_dtype="bfloat16" if cpu else profile.cache.state_dtype,
+        state_dtype="float32" if cpu else profile.cache.state_dtype,
         prefix_cache=profile.cache.prefix,
         backend="CPU_ATTN" if cpu else profile.attention.backend,
         verify_scratch="off" if profile.attention.verify == "engine" else "slots",

@@ -59,13 +59,29 @@ class Client:
         body = {"prompt": text, "max_tokens": max_tokens, "temperature": temperature}
         return self._ask("/v1/completions", body, timeout, lambda choice: choice["text"])
 
+    def metrics(self, *, timeout: float) -> str:
+        """The server's /metrics, in Prometheus' text format; raises Unreachable, or HyperqwenError for a refusal."""
+        return self._get("/metrics", timeout).text
+
+    def _get(self, path: str, timeout: float) -> httpx.Response:
+        try:
+            response = self._http.get(path, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise self._unreachable(path, error) from None
+        if response.status_code != httpx.codes.OK:
+            raise _refusal(response)
+        return response
+
+    def _unreachable(self, path: str, error: httpx.HTTPError) -> Unreachable:
+        return Unreachable(
+            f"no answer from {self._http.base_url}{path.removeprefix('/')}: {error or type(error).__name__}"
+        )
+
     def _ask(self, path: str, body: dict[str, Any], timeout: float, text_of: Any) -> Reply:
         try:
             response = self._http.post(path, json={"model": self._model, **body}, timeout=timeout)
         except httpx.HTTPError as error:
-            raise Unreachable(
-                f"no answer from {self._http.base_url}{path.removeprefix('/')}: {error or type(error).__name__}"
-            ) from None
+            raise self._unreachable(path, error) from None
         if response.status_code != httpx.codes.OK:
             raise _refusal(response)
         try:

@@ -9,14 +9,23 @@ import select
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from hyperqwen.errors import HyperqwenError, UnsuitableError
 
 SERVE_MODULE = "hyperqwen.engine.serve"
 TAIL_LINES = 10
+# `hyperqwen.engine.serve` answers it with the stacks of all threads.
+_DUMP = signal.SIGUSR1
+_DUMP_SECONDS = 0.5
+# What is kept of an engine's words until they are asked for.
+_NEWS_BYTES = 1 << 16
 # Nothing else sends it unasked, and the one that is killed has no chance to log why.
 _OUT_OF_MEMORY = "the kernel does that when memory runs out (`dmesg` tells): free some and start again"
 # The last line of a traceback, with or without vLLM's log prefix: "ValueError: …", "torch.OutOfMemoryError: …".
@@ -33,10 +42,14 @@ class Engine:
     Signals of the terminal do not reach it: `stop` does, and so the order of a shutdown is ours.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int, log: Path | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], status: int, log: Path | None, echo: _Echo | None = None
+    ) -> None:
         self._process = process
         self._status = status
         self._log = log
+        self._echo = echo
+        self._read = 0
         self._pending = b""
         self._reaped = False
 
@@ -55,14 +68,17 @@ class Engine:
 
         Args:
             folder: working directory; the engine finds nothing there to import.
-            log: file for everything that the engine says; None lets it speak on this process's stderr.
+            log: file for everything that the engine says; None puts it on this process's stderr as it comes.
 
         Raises UnsuitableError when the program or the log cannot be opened.
         """
         reader, writer = os.pipe()
-        output = None
+        said, output = -1, -1
         try:
-            output = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            if log is None:
+                said, output = os.pipe()
+            else:
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             process = subprocess.Popen(
                 # -P and -s: neither the working directory nor the user's own packages may shadow the engine's.
                 [str(python), "-P", "-s", "-m", SERVE_MODULE, *flags],
@@ -73,24 +89,26 @@ class Engine:
                     "HYPERQWEN_STATUS_FD": str(writer),
                 },
                 stdin=subprocess.DEVNULL,
-                stdout=2 if output is None else output,
-                stderr=2 if output is None else output,
+                stdout=output,
+                stderr=output,
                 pass_fds=(listener.fileno(), writer),
                 start_new_session=True,
             )
         except OSError as error:
             os.close(reader)
+            if said >= 0:
+                os.close(said)
             raise UnsuitableError(
                 f"the engine cannot be started: {error.filename or python}: {error.strerror}",
-                "build it again: ./hq build .#demo",
+                "start it through `nix run .#serve` or `.#demo`, which build it",
             ) from None
         finally:
             os.close(writer)
-            if output is not None:
+            if output >= 0:
                 os.close(output)
         listener.close()
         os.set_blocking(reader, False)
-        return cls(process, reader, log)
+        return cls(process, reader, log, _Echo(said) if said >= 0 else None)
 
     @property
     def pid(self) -> int:
@@ -123,6 +141,23 @@ class Engine:
             return []
         *lines, self._pending = (self._pending + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
+
+    def news(self) -> str:
+        """What the engine said since the last call; of very much, the end."""
+        if self._echo is not None:
+            return self._echo.taken()
+        if self._log is None:
+            return ""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            end = file.tell()
+            file.seek(max(self._read, end - _NEWS_BYTES))
+            data = file.read(max(0, end - file.tell()))
+            # A line that is still being written is for the next call. A bar is drawn over itself with returns.
+            whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            self._read = end - len(data) + whole
+            return data[:whole].decode(errors="replace")
+        return ""
 
     def failure(self, what: str, remedy: str | None = None) -> EngineError:
         """The error for an engine in trouble: `what`, the log's first exception and last lines, where the rest is.
@@ -159,10 +194,15 @@ class Engine:
             return [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         return []
 
-    def stop(self, grace: float = 10.0) -> None:
+    def dump(self) -> list[int]:
+        """`dump_stacks` of its processes."""
+        return dump_stacks(self.pid)
+
+    def stop(self, grace: float = 10.0, tick: Callable[[], None] | None = None) -> None:
         """End the engine and everything in its process group: SIGTERM, then SIGKILL after `grace` seconds.
 
-        Interrupted by an exception (a second signal), it kills at once before the exception goes on.
+        The engine finishes what it has begun meanwhile; `tick` is called now and then. Interrupted by an exception (a
+        second signal), it kills at once before the exception goes on.
         """
         if self._reaped:
             return
@@ -171,15 +211,87 @@ class Engine:
                 self._process.terminate()
                 deadline = time.monotonic() + grace
                 while self.returncode is None and time.monotonic() < deadline:
+                    if tick is not None:
+                        tick()
                     time.sleep(0.02)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
             self._reaped = True
+            if self._echo is not None:
+                self._echo.finish()
             if self._status >= 0:
                 os.close(self._status)
                 self._status = -1
+
+
+class _Echo:
+    """Copies what the engine says to stderr, and keeps the last of it for the launcher."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._kept: deque[bytes] = deque()
+        self._size = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._copy, name="engine's words", daemon=True)
+        self._thread.start()
+
+    def taken(self) -> str:
+        with self._lock:
+            data, self._size = b"".join(self._kept), 0
+            self._kept.clear()
+        return data.decode(errors="replace")
+
+    def finish(self, seconds: float = 2.0) -> None:
+        """Wait until the last words are copied."""
+        self._thread.join(seconds)
+
+    def _copy(self) -> None:
+        heard = True
+        with open(self._source, "rb", buffering=0) as source:
+            while data := source.read(_NEWS_BYTES):
+                with self._lock:
+                    self._kept.append(data)
+                    self._size += len(data)
+                    while self._size > _NEWS_BYTES and len(self._kept) > 1:
+                        self._size -= len(self._kept.popleft())
+                # Whoever read stderr may have gone; the engine must not stop for that.
+                heard = heard and _write_all(2, data)
+
+
+def _write_all(descriptor: int, data: bytes) -> bool:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except OSError:
+            return False
+    return True
+
+
+def dump_stacks(engine: int) -> list[int]:
+    """Let the process `engine` and those below it write their stacks to the log; which of them were asked."""
+    asked = []
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(engine)
+        for process in [parent, *parent.children(recursive=True)]:
+            # The signal ends a process that does not expect it, such as a compiler.
+            with contextlib.suppress(OSError, psutil.Error):
+                if _expects(process.pid, _DUMP):
+                    process.send_signal(_DUMP)
+                    asked.append(process.pid)
+                    # One after the other: they write word by word, and into the same log.
+                    time.sleep(_DUMP_SECONDS)
+    return asked
+
+
+def _expects(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal; raises OSError for one that is gone."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _signal_name(number: int) -> str:

@@ -81,8 +81,8 @@ def cuda_environment(
         wsl2: pinned memory on, which vLLM leaves off there unasked, and expandable segments off, which fail there.
         expandable_segments: torch's allocator grows segments in place; see `may_expand_segments`.
         ptxas: the program, where Triton's own is not to be used.
-        cuda_home: folder with bin/nvcc and include of CUDA, for what FlashInfer compiles. Without one, a toolkit of the
-            host's in /usr/local/cuda may be found, and where there is none nothing is compiled.
+        cuda_home: folder with bin/nvcc and include of CUDA, for what FlashInfer compiles. Without one it fails where it
+            has to: a toolkit of the host's is not found either, for PATH has no `which` to ask for it.
         variables: what the profile sets for the engine beyond these.
 
     Raises BadInputError where `variables` names one that is decided here.

@@ -62,6 +62,20 @@ def prepare(environ: Mapping[str, str], engine_id: str, wanted: Path | None = No
     return Folders(_made(temporary / engine_id), _made(temporary / "log"), note, temporary)
 
 
+def logs_folder(environ: Mapping[str, str], wanted: Path | None = None) -> Path | None:
+    """Where runs with the same variables have their logs and records, made or not.
+
+    None where there is no usual place: such a run has them in a temporary folder.
+    """
+    return wanted / "log" if wanted is not None else _xdg(environ, "XDG_STATE_HOME", ".local/state")
+
+
+def cache_folder(environ: Mapping[str, str], engine_id: str, wanted: Path | None = None) -> Path:
+    """Where a run with the same variables has its engine's caches, made or not."""
+    usual = wanted or _xdg(environ, "XDG_CACHE_HOME", ".cache") or Path(tempfile.gettempdir())
+    return usual / engine_id
+
+
 def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path | None:
     # The specification: a relative path in the variable is to be ignored.
     given = environ.get(variable, "")

@@ -1,4 +1,4 @@
-"""The API key that a server asks for: from a file or the environment, never from the command line."""
+"""The API key that a server asks for: from a file, the environment or a credential, never from the command line."""
 
 from __future__ import annotations
 
@@ -10,25 +10,39 @@ from pathlib import Path
 from hyperqwen.errors import BadInputError, MissingError, UnsuitableError
 
 VARIABLE = "HYPERQWEN_API_KEY"
+CREDENTIAL = "api-key"
+"""Name of the key among the credentials of a systemd service (LoadCredential=)."""
 
 
 def resolve_key(file: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The key in `file` or in HYPERQWEN_API_KEY; None where neither is given: no key is asked for.
+    """The key in `file` or in HYPERQWEN_API_KEY, else the service's credential; None where there is none of them.
 
-    Raises MissingError or UnsuitableError for a file that cannot be read, BadInputError where both are given, and for a
-    key that is empty (which a server would take for none) or that no HTTP header can carry.
+    Raises MissingError or UnsuitableError for a file that cannot be read; BadInputError where both are given, for a
+    file that others may read or write, and for a key that is empty (which a server would take for none) or that no
+    HTTP header can carry.
     """
     if file is not None and VARIABLE in environ:
         # Whichever won, a client that was told of the other one would be turned away without an explanation.
         raise BadInputError(
             f"two keys are given: {VARIABLE} and the key file {file}",
-            f"keep one: unset {VARIABLE}, or leave out --api-key-file (HYPERQWEN_DEMO_API_KEY_FILE)",
+            f"keep one: unset {VARIABLE}, or give no key file",
         )
     if file is not None:
         return _checked(_read(file), f"the key file {file}")
     if VARIABLE in environ:
         return _checked(environ[VARIABLE], VARIABLE)
+    credential = credential_file(environ)
+    if credential is not None:
+        # The service manager guards it: only this service's user gets at the folder, whatever the file's mode says.
+        return _checked(_text(credential), f"the credential {credential}")
     return None
+
+
+def credential_file(environ: Mapping[str, str]) -> Path | None:
+    """The key that systemd hands to its service; None where it hands none."""
+    folder = environ.get("CREDENTIALS_DIRECTORY", "")
+    file = Path(folder) / CREDENTIAL
+    return file if folder and file.is_file() else None
 
 
 def shell_key(file: Path | None) -> str:
@@ -39,21 +53,34 @@ def shell_key(file: Path | None) -> str:
 
 def _read(file: Path) -> str:
     try:
-        if stat.S_IMODE(file.stat().st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
-            raise BadInputError(f"others may write the key file {file}", f"chmod 600 {shlex.quote(str(file))}")
+        mode = stat.S_IMODE(file.stat().st_mode)
+    except FileNotFoundError:
+        return _text(file)
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    for bits, verb in ((stat.S_IWGRP | stat.S_IWOTH, "write"), (stat.S_IRGRP | stat.S_IROTH, "read")):
+        if mode & bits:
+            raise BadInputError(
+                f"others may {verb} the key file {file} (mode {mode:04o})", f"chmod 600 {shlex.quote(str(file))}"
+            )
+    return _text(file)
+
+
+def _text(file: Path) -> str:
+    try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise MissingError(
-            f"the key file {file} does not exist", "write the key into it: openssl rand -hex 24 > FILE"
-        ) from None
+        raise MissingError(f"the key file {file} does not exist", "make one: hyperqwen keygen FILE") from None
     except UnicodeDecodeError:
         raise BadInputError(f"the key file {file} is not text", "write the key into it as one line") from None
     except OSError as error:
-        raise UnsuitableError(
-            f"the key file {file} cannot be read: {error.strerror}", "name a file that you may read"
-        ) from None
+        raise _unreadable(file, error) from None
     # An editor ends the line; the line's end is not part of the key.
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def _unreadable(file: Path, error: OSError) -> UnsuitableError:
+    return UnsuitableError(f"the key file {file} cannot be read: {error.strerror}", "name a file that you may read")
 
 
 def _checked(key: str, where: str) -> str:

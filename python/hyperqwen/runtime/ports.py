@@ -25,6 +25,12 @@ def is_loopback(host: str) -> bool:
     return False
 
 
+def require_key(host: str, key: str | None, how: str) -> None:
+    """Raise BadInputError for a server that other machines reach and that asks for no key; `how` is how to set one."""
+    if key is None and not is_loopback(host):
+        raise BadInputError(f"host {host!r} is open to other machines, and no key is set", f"{how}, or use 127.0.0.1")
+
+
 def claim(host: str, port: int) -> socket.socket:
     """A listening socket on `host`:`port`, for a child to inherit: from here on nobody else gets the port.
 

@@ -1,0 +1,156 @@
+"""Whether a folder holds a model that can be served: files, tokenizer, and shards as long as their headers say.
+
+Only headers are read, so that 15 GB are looked through in milliseconds; nothing here says what the bytes are.
+Source of the file format: the safetensors README. Source of the index: transformers' model.safetensors.index.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from hyperqwen import errors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+SETTINGS = ("config.json", "generation_config.json")
+# What a loader could run instead of read.
+_CODE = (".py", ".so")
+_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One thing that is wrong with a folder: what, what to do, and the exit code that goes with it."""
+
+    cause: str
+    fix: str
+    code: int
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a folder of a model holds: shards, their bytes altogether, the tensors' names, and what is wrong with it."""
+
+    folder: Path
+    shards: int = 0
+    size: int = 0
+    tensors: frozenset[str] = frozenset()
+    troubles: tuple[Trouble, ...] = ()
+
+
+def check(folder: Path, *, weights: bool = True, tokenizer: bool = True) -> Files:
+    """Look through `folder`.
+
+    Args:
+        weights: whether the shards have to be there; they need not for a model of random weights.
+        tokenizer: whether a tokenizer has to be; a drafter uses its target's.
+    """
+    again = "prepare the model again, or name another folder (model.directory, --models)"
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        trouble = Trouble(f"the model folder {folder} {what}", again, errors.NOT_FOUND)
+        return Files(folder, troubles=(trouble,))
+    troubles: list[Trouble] = []
+    wanted = [*SETTINGS, *(TOKENIZER if tokenizer else ())] if tokenizer else ["config.json"]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        troubles.append(Trouble(f"{folder} has no {', no '.join(missing)}", again, errors.NOT_FOUND))
+    troubles += [
+        Trouble(f"{folder / name}: {said}", again, errors.UNVERIFIED)
+        for name in wanted
+        if name not in missing and (said := _not_json(folder / name))
+    ]
+    troubles += _foreign(folder)
+    if not weights:
+        return Files(folder, troubles=tuple(troubles))
+    shards, wrong = _shards(folder, again)
+    return Files(
+        folder,
+        shards=len(shards),
+        size=sum((folder / name).stat().st_size for name in shards),
+        tensors=frozenset().union(*shards.values()),
+        troubles=(*troubles, *wrong),
+    )
+
+
+def _not_json(path: Path) -> str | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"is not JSON: {error}"
+    if path.name == "tokenizer.json":
+        model = data.get("model") if isinstance(data, dict) else None
+        if not isinstance(model, dict) or not model.get("vocab"):
+            # The engine would go on with an empty vocabulary, and blame the reasoning parser.
+            return "is a tokenizer without a vocabulary"
+    return None
+
+
+def _foreign(folder: Path) -> list[Trouble]:
+    """Files that a loader might run: code, and pickles, which are code."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (*_CODE, *_PICKLES))
+    if not names:
+        return []
+    cause = f"{folder} has files that could run as code: {_some(names)}"
+    return [Trouble(cause, "take them out: nothing here is loaded but safetensors and JSON", errors.USAGE)]
+
+
+def _shards(folder: Path, again: str) -> tuple[dict[str, set[str]], list[Trouble]]:
+    """The shards that are there, each with its tensors, and what is wrong with the whole of them."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            return {}, [Trouble(f"{folder} has neither {INDEX} nor {SINGLE}", again, errors.NOT_FOUND)]
+        promised: dict[str, set[str]] = {SINGLE: set()}
+    else:
+        try:
+            promised = _index(index)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return {}, [Trouble(f"{index} is no index of shards: {error}", again, errors.UNVERIFIED)]
+    there: dict[str, set[str]] = {}
+    troubles = []
+    absent = sorted(name for name in promised if not (folder / name).is_file())
+    if absent:
+        cause = f"{folder} lacks {len(absent)} of {len(promised)} shards: {_some(absent)}"
+        troubles.append(Trouble(cause, again, errors.NOT_FOUND))
+    for name in sorted(set(promised) - set(absent)):
+        path = folder / name
+        try:
+            # Opening checks the header, that the tensors lie without gaps, and that the file is exactly that long.
+            with safe_open(path, framework="numpy") as file:
+                there[name] = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            there[name] = set()
+            cause = f"{path}: a torn shard ({path.stat().st_size:,} bytes): {error}"
+            troubles.append(Trouble(cause, again, errors.UNVERIFIED))
+            continue
+        lacking = sorted(promised[name] - there[name])
+        if lacking:
+            cause = f"{path}: {len(lacking)} tensors of the index are not in it: {_some(lacking)}"
+            troubles.append(Trouble(cause, again, errors.UNVERIFIED))
+    return there, troubles
+
+
+def _index(path: Path) -> dict[str, set[str]]:
+    """Each shard that the index names, with the tensors that it promises there."""
+    shards: dict[str, set[str]] = {}
+    for tensor, name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items():
+        shards.setdefault(str(name), set()).add(tensor)
+    if not shards or any("/" in name or not name.endswith(".safetensors") for name in shards):
+        raise ValueError("its weight_map does not name safetensors files of this folder")
+    return shards
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
