@@ -73,7 +73,7 @@ let
 in
 {
   # A compiler, for the shared libraries of the hosts that the tests record.
-  unit = pytest "unit" developer [ "python/tests" ] repository { HYPERQWEN_CC = "${outputs.cc}/bin/cc"; };
+  unit = pytest "unit" developer [ "python/tests" ] repository { TESTS_CC = "${outputs.cc}/bin/cc"; };
   lint = check "lint" developer ../checks/lint.py { root = repository; };
   docs = command "docs" [ "docs" "check" ];
   hosts = check "hosts" outputs.hyperqwen ../checks/hosts.py { root = repository; };
@@ -175,6 +175,7 @@ in
     nano = outputs.nano;
   });
 
+  argv = check "argv" outputs.engine-cpu ../checks/argv.py { inherit (outputs) plans; };
   compiler = check "compiler" outputs.engine-cpu ../checks/compiler.py { inherit (outputs) cc runtime; };
   cuda-home = check "cuda-home" outputs.engine-cuda ../checks/cuda_home.py {
     inherit (outputs) cc cuda-home;

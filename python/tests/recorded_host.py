@@ -25,9 +25,9 @@ _MADE = tempfile.TemporaryDirectory(prefix="hyperqwen-recorded-")
 
 def compiler() -> str:
     """The C compiler: the pinned one in a check, the host's elsewhere."""
-    found = os.environ.get("HYPERQWEN_CC") or shutil.which("cc")
+    found = os.environ.get("TESTS_CC") or shutil.which("cc")
     if found is None:
-        raise RuntimeError("no C compiler: set HYPERQWEN_CC")
+        raise RuntimeError("no C compiler: set TESTS_CC")
     return found
 
 

@@ -98,6 +98,7 @@ def test_a_service_gets_its_key_as_a_credential(tmp_path: Path) -> None:
     assert credential_file(environ) == tmp_path / "api-key"
 
     assert resolve_key(None, environ | {"HYPERQWEN_API_KEY": "said"}) == "said", "what was said comes first"
+    (tmp_path / "api-key").unlink()
     (tmp_path / "api-key").write_text("\n")
     with pytest.raises(BadInputError, match=r"the credential .*api-key is empty"):
         resolve_key(None, environ)
