@@ -186,10 +186,9 @@ let
     engine = kind;
     engine_python = "${environment}/bin/python3";
     engine_id = baseNameOf environment;
-    cc = "${cc}/bin";
   };
   serveConfig = {
-    cuda = site "cuda" engineCuda // { cuda_home = "${cuda-home}"; };
+    cuda = site "cuda" engineCuda // { cc = "${cc}/bin"; cuda_home = "${cuda-home}"; };
     cpu = site "cpu" engineCpu // { model = "${nano}"; };
   };
   # The launcher for each kind of device, as units and images start it, and with a profile in front as apps do.

@@ -13,6 +13,8 @@ random weights the speeds are those of drafts that are never accepted. Needs the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import random
 import re
@@ -29,26 +31,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-GIB = 1 << 30
 _TIMEOUT = 300.0
-
-# Messages of vLLM 0.31.0: gpu_worker, gpu/model_runner, kv_cache_utils, platforms/interface.
-_LOG: dict[str, tuple[str, float]] = {
-    "weights": (r"Model loading took ([\d.]+) GiB memory", GIB),
-    "load_seconds": (r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds", 1),
-    "pool": (r"(?:Available KV cache memory: |reserved )([\d.]+) GiB", GIB),
-    "pool_tokens": (r"KV cache size: ([\d,]+) tokens", 1),
-    "concurrency": (r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", 1),
-    "block_tokens": (r"Setting attention block size to ([\d,]+) tokens", 1),
-    "graphs": (r"Graph capturing finished in \d+ secs, took (-?[\d.]+) GiB", GIB),
-    "compile_seconds": (r"torch\.compile took ([\d.]+) s in total", 1),
-}
-
-
-def read_log(text: str) -> dict[str, float]:
-    """What the engine said of itself, bytes where it is memory; the last word of each counts."""
-    found = {name: re.findall(pattern, text) for name, (pattern, _) in _LOG.items()}
-    return {name: float(values[-1].replace(",", "")) * _LOG[name][1] for name, values in found.items() if values}
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -61,38 +44,48 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def compare(plan: Mapping[str, Any], log: Mapping[str, float], metrics: Mapping[str, float], peak: int | None) -> Any:
-    """Rows of (what, unit, planned, measured); measured is None where nothing said it."""
-    budget = plan["budget"]
-    figures = {figure["key"]: figure["bytes"] for figure in budget["figures"]}
-    pool = budget["pool"]
-    weights = sum(size for key, size in figures.items() if key.startswith("weights."))
+def rows(plan: Mapping[str, Any], metrics: Mapping[str, float], used: int, peak: int) -> list[dict[str, Any]]:
+    """What the plan has beside the log, and below it blocks and the card's memory before and under load."""
+    pool, figures = plan["budget"]["pool"], plan["budget"]["figures"]
+    kept = sum(figure["bytes"] for figure in figures if figure["key"] != "unprofiled")
     return [
-        ("weights", "MiB", weights / MIB, _scaled(log.get("weights"))),
-        ("CUDA graphs", "MiB", figures.get("graphs", 0) / MIB, _scaled(log.get("graphs"))),
-        ("pool", "MiB", pool["bytes"] / MIB, _scaled(log.get("pool"))),
-        ("block", "tokens", pool["block_tokens"], log.get("block_tokens")),
+        *plan["measured"],
         # vLLM counts the null block, which holds nothing, among them.
-        ("blocks", "", pool["blocks"], metrics.get("blocks")),
-        ("pool", "tokens", pool["tokens"], log.get("pool_tokens")),
-        ("requests of full length", "", pool["concurrency"], log.get("concurrency")),
-        ("everything, at its peak", "MiB", sum(figures.values()) / MIB, _scaled(peak)),
+        _row("Blocks of the pool", "blocks", pool["blocks"], metrics.get("blocks")),
+        _row("In use once it serves", "bytes", kept, used),
+        _row("In use at the peak", "bytes", sum(figure["bytes"] for figure in figures), peak),
     ]
 
 
-def table(rows: Sequence[tuple[str, str, float, float | None]]) -> str:
+def _row(what: str, unit: str, predicted: float, measured: float | None) -> dict[str, Any]:
+    ratio = None if measured is None or not predicted else round(measured / predicted, 4)
+    return {"what": what, "unit": unit, "predicted": predicted, "measured": measured, "ratio": ratio}
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, with the difference in per cent of what was planned."""
-    lines = [f"{'':32}{'planned':>14}{'measured':>14}{'difference':>12}"]
-    for what, unit, planned, measured in rows:
-        name = f"{what}, {unit}" if unit else what
-        said = "not said" if measured is None else f"{measured:,.2f}"
-        off = "" if measured is None or not planned else f"{(measured / planned - 1) * 100:+.1f} %"
-        lines.append(f"{name:32}{planned:14,.2f}{said:>14}{off:>12}")
+    lines = [f"{'':56}{'planned':>12}{'measured':>12}"]
+    for row in found:
+        scale, unit = (MIB, "MiB") if row["unit"] == "bytes" else (1, row["unit"])
+        planned, came = (
+            "-" if value is None else f"{value / scale:,.2f}" if unit == "requests" else f"{value / scale:,.0f}"
+            for value in (row["predicted"], row["measured"])
+        )
+        apart = "" if row["ratio"] is None else f"{(row['ratio'] - 1) * 100:+.1f} %"
+        lines.append(f"{row['what']:56}{planned:>12}{came:>12} {unit:9}{apart:>9}".rstrip())
     return "\n".join(lines)
 
 
-def _scaled(size: float | None) -> float | None:
-    return None if size is None else size / MIB
+def machine() -> dict[str, str]:
+    """The card, its driver and its limits, and what was run on it."""
+    fields = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.memory")
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    values = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    found = dict(zip(fields, values, strict=True))
+    for package in ("torch", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 class Card:
@@ -191,10 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h200", help="the card, as `hyperqwen plan` knows it")
     parser.add_argument("--log", type=Path, required=True, help="the engine's log")
     parser.add_argument("--out", type=Path, required=True, help="JSON record to write")
+    parser.add_argument("--commit", default="unknown", help="what is run, for the record: git rev-parse HEAD")
     parser.add_argument("--url", default="http://127.0.0.1:18020", help="where the server listens")
     options = parser.parse_args(arguments)
-    command = [sys.executable, str(HERE / "box.py"), "run", "plan", options.profile, "--gpu", options.gpu, "--json"]
-    plan = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     card = Card()
     try:
         rounds = load(options.url)
@@ -204,22 +196,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         card.close()
-    log = read_log(options.log.read_text(encoding="utf-8", errors="replace"))
-    rows = compare(plan, log, metrics, card.peak)
+    command = [sys.executable, str(HERE / "box.py"), "run", "plan", options.profile, "--gpu", options.gpu, "--json"]
+    command += ["--measured", str(options.log)]
+    plan = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    found = rows(plan, metrics, card.first, card.peak)
     record = {
+        "what": f"profile {options.profile} with random weights beside its plan (bench/gpu)",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": options.commit,
+        "machine": machine(),
         "profile": options.profile,
-        "gpu": options.gpu,
-        "used_before_load_bytes": card.first,
-        "used_at_peak_bytes": card.peak,
-        "log": log,
-        "metrics": metrics,
+        "argv": plan["argv"],
+        "rows": found,
         "rounds": rounds,
-        "rows": [dict(zip(("what", "unit", "planned", "measured"), row, strict=True)) for row in rows],
+        "metrics": metrics,
         "plan": plan["budget"],
     }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
-    print(table(rows))
-    print(f"in use before the requests: {card.first / MIB:,.0f} MiB")
+    print(table(found))
     return 0
 
 

@@ -41,19 +41,6 @@ vllm:generation_tokens_total{engine="0"} 99.0
 """
 
 
-def test_the_log() -> None:
-    assert measure.read_log(LOG) == {
-        "weights": 14.75 * 2**30,
-        "load_seconds": 41.2,
-        "pool": 5.2 * 2**30,
-        "pool_tokens": 68605,
-        "concurrency": 1.05,
-        "block_tokens": 448,
-        "graphs": 0.34 * 2**30,
-    }
-    assert measure.read_log("nothing of it") == {}
-
-
 def test_the_metrics() -> None:
     assert measure.read_metrics(METRICS) == {
         "blocks": 380,
@@ -64,19 +51,22 @@ def test_the_metrics() -> None:
 
 
 def test_beside_the_plan(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["plan", "B", "--gpu", "h200", "--model-load-format", "dummy", "--json"])
-    plan = json.loads(result.stdout)
-    rows = measure.compare(plan, measure.read_log(LOG), measure.read_metrics(METRICS), 24 * 2**30)
-    found = {(what, unit): (planned, measured) for what, unit, planned, measured in rows}
-    assert found["block", "tokens"] == (448, 448)
-    assert found["blocks", ""] == (380, 380)
-    assert found["pool", "tokens"] == (68605, 68605)
-    planned, measured = found["weights", "MiB"]
-    assert planned == pytest.approx(measured, rel=0.01)
-    assert found["everything, at its peak", "MiB"][1] == 24 * 1024
-    text = measure.table(rows)
-    assert "block, tokens                           448.00        448.00      +0.0 %" in text.splitlines()
-    assert "not said" in measure.table(measure.compare(plan, {}, {}, None))
+    log = tmp_path / "log"
+    log.write_text(LOG)
+    arguments = ["plan", "B", "--gpu", "h200", "--measured", str(log), "--json"]
+    plan = json.loads(CliRunner().invoke(main, arguments).stdout)
+
+    rows = measure.rows(plan, measure.read_metrics(METRICS), 22 * 2**30, 24 * 2**30)
+
+    found = {(row["what"], row["unit"]): (row["predicted"], row["measured"]) for row in rows}
+    assert found["Attention block", "tokens"] == (448, 448)
+    assert found["Blocks of the pool", "blocks"] == (380, 380)
+    assert found["KV cache pool", "tokens"] == (68605, 68605)
+    planned, came = found["Weights", "bytes"]
+    assert planned == pytest.approx(came, rel=0.01)
+    assert found["In use at the peak", "bytes"][1] == 24 * 2**30
+    assert "KV cache pool" in measure.table(rows)
+    assert f"{'Blocks of the pool':56}{'380':>12}{'-':>12} blocks" in measure.table(measure.rows(plan, {}, 1, 1))
 
 
 class _Server(BaseHTTPRequestHandler):

@@ -100,3 +100,32 @@ def test_the_help_of_every_knob_names_its_variable() -> None:
     for knob in knobs():
         assert knob.flag in output
         assert knob.variable in output
+
+
+LOG = (
+    "INFO [interface.py:990] Setting attention block size to 448 tokens to ensure that attention page size is >= mamba"
+    " page size.\n"
+    "INFO [kv_cache_utils.py:2474] GPU KV cache size: 68,605 tokens, Maximum concurrency for 65,536 tokens per request:"
+    " 1.05x\n"
+)
+
+
+def test_what_was_measured_stands_beside_the_plan(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(LOG)
+
+    rows = json.loads(run("plan", "B", "--measured", str(log), "--json").output)["measured"]
+
+    assert {(row["what"], row["measured"], row["ratio"]) for row in rows} >= {
+        ("KV cache pool", 68605, 1.0),
+        ("Attention block", 448, 1.0),
+    }
+    assert "+0.0 %" in run("plan", "B", "--measured", str(log)).output
+
+
+def test_a_log_without_figures_is_said_to_be_one(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("nothing\n")
+
+    assert "says nothing of memory" in run("plan", "B", "--measured", str(log)).output
+    assert run("plan", "B", "--measured", str(tmp_path / "none")).exit_code == 4

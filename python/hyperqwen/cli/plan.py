@@ -19,6 +19,7 @@ from hyperqwen.profiles.cards import Card
 from hyperqwen.profiles.layers import resolve
 from hyperqwen.profiles.memory import GIB, MIB, Budget, largest_context, largest_slots
 from hyperqwen.profiles.planner import Plan, make_plan, models_folder
+from hyperqwen.runtime.measured import Row, lines, read, side_by_side
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +56,12 @@ def default_card(device: str) -> Card:
 @click.option(
     "--models", type=click.Path(path_type=Path), help="Folder with the prepared models; else HYPERQWEN_MODELS."
 )
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path),
+    metavar="LOG",
+    help="Log of a server of this profile: what its engine measured, beside what is planned.",
+)
 @host_file_option
 @json_option
 @knob_options
@@ -67,6 +74,7 @@ def command(
     model: str | None,
     wsl: bool,
     models: Path | None,
+    measured: Path | None,
     host_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -85,12 +93,20 @@ def command(
         geometry=None if model is None else geometries.load(model),
         wsl=wsl,
     )
+    rows: tuple[Row, ...] = ()
+    if measured is not None and plan.budget is not None:
+        rows = side_by_side(plan.budget, read(measured))
+        if not rows:
+            raise BadInputError(f"the log {measured} says nothing of memory", "name the log of an engine that started")
     if as_json:
-        click.echo(json.dumps(plan.report(), indent=2, default=str))
+        beside = {"measured": [row.report() for row in rows]} if measured is not None else {}
+        click.echo(json.dumps(plan.report() | beside, indent=2, default=str))
     else:
         from rich.console import Console
 
         show(plan, Console(soft_wrap=False, highlight=False))
+        if rows:
+            click.echo("\n" + "\n".join(lines(rows)))
     context.exit(USAGE if plan.refusals else OK)
 
 

@@ -24,7 +24,7 @@ from hyperqwen.profiles.layers import Effective, redacted, resolve, shown
 from hyperqwen.profiles.planner import Plan, make_plan, models_folder
 from hyperqwen.profiles.profile import knobs
 from hyperqwen.profiles.rules import ALLOCATOR
-from hyperqwen.runtime import driver, folders, keys, ports, preflight, site
+from hyperqwen.runtime import driver, folders, keys, measured, ports, preflight, site
 from hyperqwen.runtime.environment import cuda_environment, engine_environment
 from hyperqwen.runtime.host import detect
 from hyperqwen.runtime.launch import Launch, Limit, Stopped, stop_signals
@@ -148,6 +148,15 @@ def _effective(context: click.Context, profile: str | None, host_file: Path | No
         # The engine for the CPU brings its model along.
         return replace(found, profile=found.profile.with_values({"model.directory": str(parts.model)}))
     return found
+
+
+def _compare(look: Look, log: Path | None, console: Console) -> None:
+    """Say what the engine measured of its memory beside what was planned, where its log is kept."""
+    if log is None or look.plan.budget is None:
+        return
+    rows = measured.side_by_side(look.plan.budget, measured.read(log))
+    for line in measured.lines(rows) if rows else ():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _require_device(effective: Effective, parts: Site) -> None:
@@ -275,6 +284,7 @@ class Start:
             try:
                 if places.note:
                     click.echo(f"hyperqwen: {places.note}", err=True)
+                log = None if self.verbose else places.logs / f"serve-{server.port}.log"
                 self.launch = Launch(
                     command="serve",
                     profile=profile.name,
@@ -286,7 +296,7 @@ class Start:
                     port=server.port,
                     listener=listener,
                     places=places,
-                    log=None if self.verbose else places.logs / f"serve-{server.port}.log",
+                    log=log,
                     limit=Limit(started, server.start_seconds, "--server-start-seconds"),
                     notifier=self.notifier,
                     key=key,
@@ -295,6 +305,7 @@ class Start:
                     as_json=self.as_json,
                     every=[*self._watchdog(), *_spill(look)],
                 )
+                self.launch.once_ready = lambda console: _compare(look, log, console)
                 self._introduce(look, key)
                 self.launch.serve()
             finally:

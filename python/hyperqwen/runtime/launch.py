@@ -163,6 +163,7 @@ class Launch:
     drain: float = 0.0
     as_json: bool = False
     every: list[Callable[[Engine, Client, Console], None]] = field(default_factory=list)
+    once_ready: Callable[[Console], None] | None = None
     ready: bool = False
 
     @property
@@ -212,6 +213,8 @@ class Launch:
             records.write(self.places.logs, self._record(engine))
             self._announce(time.monotonic() - self.limit.started)
             self.notifier.ready(f"{self.model} answers at {self.url}/v1")
+            if self.once_ready is not None:
+                self.once_ready(console)
             while True:
                 engine.stages(0.5)
                 engine.check()
