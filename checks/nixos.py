@@ -105,7 +105,7 @@ def service_problems(service: "dict[str, Any]", instance: "dict[str, Any]") -> "
         for key in sorted((set(want) | set(got)) - OWN):
             if want.get(key) != got.get(key):
                 problems.append(f"[{part}] {key} is {got.get(key)}, and the unit file has {want.get(key)}")
-    command = f"{program} --profile {instance['profile']} --host-file {host_file}"
+    command = f"{program} --profile {instance['profile']} --verbose --host-file {host_file}"
     if config["ExecStart"] != command:
         problems.append(f"ExecStart is {config['ExecStart']}, not {command}")
     before = section(unit, "Service").get("ExecStartPre", [])

@@ -224,6 +224,9 @@ def service(program: str, failures: Failures) -> float:
         "0.0.0.0",
         "--cache-dtype",
         "bfloat16",
+        # The demo's few seconds are not enough for the long stream below where the processor has other work.
+        "--server-drain-seconds",
+        "60",
     ]
     credentials = pathlib.Path(os.environ["NIX_BUILD_TOP"]) / "credentials"
     credentials.mkdir()
@@ -269,6 +272,7 @@ def service(program: str, failures: Failures) -> float:
     for text in ("weights read in", "pool: ", "key set (21 characters)", "cache.dtype = bfloat16 (flag --cache-dtype)"):
         if text not in output:
             failures.append(f"the launcher does not say {text!r}:\n{output}")
+    compared(output, failures)
     if "Traceback" in output or KEY in output:
         failures.append(f"a traceback, or the key:\n{output}")
     if left := processes():
@@ -276,6 +280,49 @@ def service(program: str, failures: Failures) -> float:
     if record.exists():
         failures.append(f"{record} is still there")
     return ready
+
+
+def compared(output: str, failures: Failures) -> None:
+    """The pool as it was planned and as the engine measured it, in bytes and in tokens, after the server was ready."""
+    _, _, table = output.partition("answers at ")
+    rows = [line.split() for line in table.splitlines() if line.startswith("KV cache pool  ")]
+    failures.expect("units of the pool, planned and measured", [row[5] for row in rows], ["MiB", "tokens"])
+    for row in rows:
+        planned, measured = (float(text.replace(",", "")) for text in row[3:5])
+        # The log rounds the pool's bytes to 0.01 GiB.
+        if not 0.9 < measured / planned < 1.1:
+            failures.append(f"of the pool, {planned:g} {row[5]} were planned and {measured:g} came")
+
+
+def verbose(program: str, failures: Failures) -> None:
+    """The launcher with the engine's own words on stderr: it still follows them, and says what they come to."""
+    manager = Manager()
+    path = pathlib.Path(os.environ["NIX_BUILD_TOP"]) / "verbose.txt"
+    with path.open("w") as file:
+        server = subprocess.Popen(
+            [f"{program}/bin/hyperqwen-serve", "--port", str(free_port()), "--verbose"],
+            env=environment() | {"NOTIFY_SOCKET": f"@{manager.name}", "WATCHDOG_USEC": "6000000"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        # The first sign of life comes when everything was said.
+        manager.wait_for("WATCHDOG=1", server, START_SECONDS)
+        server.terminate()
+        failures.expect("exit code of the launcher with --verbose", server.wait(60), 0)
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+        manager.close()
+    output = path.read_text()
+    for text in ("weights read in", "pool: ", "KV cache size: ", "Application startup complete"):
+        if text not in output:
+            failures.append(f"the launcher does not say {text!r} with --verbose:\n{output}")
+    compared(output, failures)
+    if not any("STATUS=pool: " in said for said in manager.said):
+        failures.append(f"with --verbose, the service manager hears nothing of the pool: {manager.said}")
 
 
 def watched(
@@ -354,6 +401,7 @@ def main() -> None:
         failures.append(f"left running after --once: {left}")
     warm = time.monotonic() - started
     launched = service(spec["serve"], failures)
+    verbose(spec["serve"], failures)
     if failures:
         sys.exit("\n".join(failures))
     report = (

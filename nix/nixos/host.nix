@@ -1,6 +1,6 @@
 # The options of NixOS that the module reads and sets, for an evaluation without NixOS. Their types are NixOS's; what a
-# host does with them is not here.
-{ lib, ... }:
+# host does with them is not here, but for the assertion of nixpkgs' NVIDIA module, which every host has to meet.
+{ config, lib, ... }:
 let
   inherit (lib) mkOption types;
   option = type: default: mkOption { inherit type default; };
@@ -27,8 +27,16 @@ in
     environment.etc = option (types.attrsOf (types.submodule file)) { };
     hardware.graphics.enable = option types.bool false;
     hardware.nvidia.package = option types.anything { version = "595.45.04"; };
+    hardware.nvidia.open = option (types.nullOr types.bool) null;
     services.xserver.videoDrivers = option (types.listOf types.str) [ "modesetting" "fbdev" ];
     wsl.enable = option types.bool false;
     wsl.useWindowsDriver = option types.bool false;
+  };
+
+  # From driver 560 on, NixOS takes neither kernel module for granted.
+  config.assertions = lib.optional (builtins.elem "nvidia" config.services.xserver.videoDrivers) {
+    assertion = config.hardware.nvidia.open != null
+      || builtins.compareVersions config.hardware.nvidia.package.version "560" < 0;
+    message = "hardware.nvidia.open has to be set for driver 560 or newer.";
   };
 }

@@ -131,7 +131,7 @@ let
       type = types.listOf (types.either types.ints.unsigned (types.strMatching "(GPU|MIG)-[0-9A-Za-z/-]+"));
       default = [ ];
       example = [ 1 ];
-      description = "Cards, by index or by UUID; none given: the first ones, as many as settings.parallel.tensor.";
+      description = "Whole cards, by index or UUID; none given: the first ones, as many as settings.parallel.tensor.";
     };
   };
 
@@ -165,6 +165,7 @@ let
     if !usesCard instance then [ ]
     else if instance.gpus != [ ] then instance.gpus
     else genList (card: card) (knob instance "parallel" "tensor");
+  isSlice = card: lib.hasPrefix "MIG-" (toString card);
   inStore = file: isPath file || lib.hasPrefix "${storeDir}/" (toString file);
   unique = list: filter (item: length (filter (other: other == item) list) == 1) list == list;
 
@@ -270,6 +271,9 @@ let
       (holds (unique gpus) "${at}.gpus names a card twice: ${toJSON gpus}. Fix: name each card once.")
       (holds (gpus == [ ] || usesCard instance)
         "${at}.gpus is set, but profile ${toString instance.profile} runs on the CPU. Fix: leave it out.")
+      (holds (!(any isSlice gpus))
+        ("${at}.gpus names ${concatStringsSep ", " (filter isSlice gpus)}, a MIG instance, and hyperqwen plans for "
+          + "whole cards. Fix: turn MIG off on that card, and name its index or the UUID that nvidia-smi -L says."))
       (holds (gpus == [ ] || !usesCard instance || length gpus == tensor)
         ("${at}.gpus names ${toString (length gpus)} cards, and the model is shared by ${toString tensor}. "
           + "Fix: ${at}.settings.parallel.tensor = ${toString (length gpus)};"))
@@ -320,7 +324,8 @@ let
           + "Fix: hardware.graphics.enable = true;"))
       (holds inUse
         ("services.hyperqwen needs NVIDIA's driver. Fix: services.xserver.videoDrivers = [ \"nvidia\" ]; (no display "
-          + "is needed); the driver is unfree: nixpkgs.config.allowUnfreePredicate = "
+          + "is needed) and hardware.nvidia.open = true; and, the driver being unfree, "
+          + "nixpkgs.config.allowUnfreePredicate = "
           + "pkg: builtins.elem (lib.getName pkg) [ \"nvidia-x11\" \"nvidia-settings\" \"nvidia-persistenced\" ];"))
       (holds (!inUse || version == null || compareVersions version minimumDriver >= 0)
         ("services.hyperqwen: hardware.nvidia.package is driver ${toString version}, and CUDA 13.0 needs "
@@ -340,6 +345,8 @@ let
         "${instance.package}/bin/hyperqwen-serve"
         "--profile"
         "${instance.profile}"
+        # What the engine says is the journal's to keep and to bound.
+        "--verbose"
         "--host-file"
         "${hostFile instance}"
       ];

@@ -31,6 +31,7 @@ let
   second = "${at}.instances.second";
   driver = {
     hardware.graphics.enable = true;
+    hardware.nvidia.open = true;
     services.xserver.videoDrivers = [ "nvidia" ];
   };
   with' = hyperqwen: {
@@ -41,7 +42,8 @@ let
   two = hyperqwen: second: with' (hyperqwen // { instances = { inherit second; }; });
   keyFix = "Fix: ${at}.apiKeyFile = \"/run/secrets/hyperqwen\";";
   nameFix = "Fix: use small letters, digits and - alone.";
-  driverFix = "Fix: services.xserver.videoDrivers = [ \"nvidia\" ]; (no display is needed); the driver is unfree: "
+  driverFix = "Fix: services.xserver.videoDrivers = [ \"nvidia\" ]; (no display is needed) and "
+    + "hardware.nvidia.open = true; and, the driver being unfree, "
     + "nixpkgs.config.allowUnfreePredicate = "
     + "pkg: builtins.elem (lib.getName pkg) [ \"nvidia-x11\" \"nvidia-settings\" \"nvidia-persistenced\" ];";
   says = message: configuration: { inherit configuration; messages = [ message ]; };
@@ -103,6 +105,10 @@ let
       (with' { gpus = [ 0 1 ]; }))
     (says "${at}.gpus names a card twice: [1,1]. Fix: name each card once."
       (with' { gpus = [ 1 1 ]; settings.parallel.tensor = 2; }))
+    (says
+      ("${at}.gpus names MIG-6f, a MIG instance, and hyperqwen plans for whole cards. "
+        + "Fix: turn MIG off on that card, and name its index or the UUID that nvidia-smi -L says.")
+      (with' { gpus = [ "MIG-6f" ]; }))
     (says "${at}.gpus is set, but profile demo runs on the CPU. Fix: leave it out."
       (with' { profile = "demo"; gpus = [ 0 ]; }))
     (says "${at}.settings has a number that this Nix writes with six digits. Fix: shorten it to six."
@@ -132,7 +138,14 @@ let
     (says
       ("${at} finds the driver's libraries where hardware.graphics links them. "
         + "Fix: hardware.graphics.enable = true;")
-      (with' { } // { imports = [ { services.xserver.videoDrivers = [ "nvidia" ]; } ]; }))
+      (with' { } // {
+        imports = [ { hardware.nvidia.open = true; services.xserver.videoDrivers = [ "nvidia" ]; } ];
+      }))
+    # What nixpkgs' own module insists on, in host.nix's words.
+    (says "hardware.nvidia.open has to be set for driver 560 or newer."
+      (with' { } // {
+        imports = [ { hardware.graphics.enable = true; services.xserver.videoDrivers = [ "nvidia" ]; } ];
+      }))
     (says
       ("${at}: hardware.nvidia.package is driver 570.86.16, and CUDA 13.0 needs 580.65.06. "
         + "Fix: hardware.nvidia.package = config.boot.kernelPackages.nvidiaPackages.latest;")
@@ -141,7 +154,8 @@ let
       (with' { } // { imports = [ { wsl.enable = true; } ]; }))
   ];
 
-  # Each is no value of its option: [ option, configuration, what the harness says ]; no option is called null's.
+  # Each is no value of its option: [ option, configuration, what the harness says ]; no option is called null's. The
+  # words are the harness's own, and nixpkgs has others: under its lib an evaluation has to stop, whatever it says.
   mistyped = [
     [ "profile" (with' { profile = "Z"; })
       "The option `${at}.profile' is \"Z\" in a module; it has to be ${profileTypes}." ]
@@ -255,10 +269,14 @@ let
     ++ differs "a host of another system"
       (failing (exampleWith (pkgs // { stdenv.hostPlatform.system = "aarch64-linux"; })).config)
       [ "${at}: hyperqwen is built for x86_64-linux, and this host is aarch64-linux. Fix: ${at}.enable = false;" ];
+
+  # What is said here of nixpkgs' own lib, which has none of the harness's texts.
+  bare = import ./tests.nix { inherit pkgs; nixpkgsLib = toString ./bare-lib.nix; };
+  bareFailures = lib.optionals (!real) (map (text: "under a lib like nixpkgs': ${text}") bare.failures);
 in
 {
   failures = exampleFailures ++ refusedFailures ++ mistypedFailures ++ harnessFailures ++ idleFailures
-    ++ otherPkgsFailures;
+    ++ otherPkgsFailures ++ bareFailures;
 
   counts = {
     examples = length exampleNames;

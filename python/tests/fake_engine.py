@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _SOURCE = """
-import http.server, json, os, signal, socket, subprocess, sys, threading, time
+import http.server, json, os, shutil, signal, socket, subprocess, sys, threading, time
 
 LISTEN, STATUS = int(os.environ["HYPERQWEN_LISTEN_FD"]), int(os.environ["HYPERQWEN_STATUS_FD"])
 OPTIONS = json.loads({options!r})
@@ -78,6 +78,10 @@ listener = socket.socket(fileno=LISTEN)
 server = http.server.ThreadingHTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
 server.socket.close()
 server.socket = listener
+if OPTIONS["removes"]:
+    # With a file in its place, nobody makes the folder anew.
+    shutil.rmtree(OPTIONS["removes"])
+    open(OPTIONS["removes"], "w").close()
 if OPTIONS["die_after"]:
     last_words = "RuntimeError: lost the device"
     threading.Timer(OPTIONS["die_after"], lambda: (print(last_words, flush=True), os._exit(3))).start()
@@ -97,6 +101,7 @@ def write(
     status: int = 200,
     lingers: float = 0,
     says: Sequence[str] = (),
+    removes: str = "",
 ) -> Path:
     """An executable in `folder` that behaves as the engine's python would.
 
@@ -112,6 +117,7 @@ def write(
         status: HTTP status of every answer.
         lingers: seconds between SIGTERM and its end.
         says: lines of its log while it loads.
+        removes: folder in whose place it puts a file before it answers.
     """
     options = json.dumps(
         {
@@ -124,6 +130,7 @@ def write(
             "status": status,
             "lingers": lingers,
             "says": list(says),
+            "removes": removes,
         }
     )
     metrics(folder)

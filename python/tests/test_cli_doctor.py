@@ -46,7 +46,7 @@ class Machine:
         self.logs = self.home / ".local/state/hyperqwen"
         self.models = folder / "models"
         for name in ("qwen3.8-27b-fast", "qwen3.8-27b-dflash2"):
-            write_model(self.models / name)
+            write_model(self.models / name, of=name.removesuffix("-fast"))
         self.environ = {"HOME": str(self.home)}
         with ports.claim("127.0.0.1", 0) as free:
             self.port = int(free.getsockname()[1])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from hyperqwen import share
 from hyperqwen.cli import main
 from hyperqwen.profiles.profile import knobs, shipped
 
@@ -23,11 +24,18 @@ def test_every_profile_has_a_plan(name: str) -> None:
         assert part in result.output
 
 
+def test_the_first_lines_say_whether_it_fits() -> None:
+    assert "MiB: fits, with requests of up to 69,440 tokens" in run("plan", "B").output
+    assert "MiB: refused, see below" in run("plan", "B", "--context", "200000").output
+    assert "set (profile B)" in run("plan", "B").output
+    assert "-" not in run("plan", "D", "--vram", "14").output.split("KV cache pool")[1].split("\n")[0]
+
+
 def test_a_refused_plan_is_shown_and_ends_with_2() -> None:
     result = run("plan", "B", "--context", "200000")
 
     assert result.exit_code == 2
-    assert "refuse limits.context_tokens is 200000" in result.output
+    assert "refused: limits.context_tokens is 200000" in result.output
     assert "KV cache pool" in result.output
 
 
@@ -121,6 +129,50 @@ def test_what_was_measured_stands_beside_the_plan(tmp_path: Path) -> None:
         ("Attention block", 448, 1.0),
     }
     assert "+0.0 %" in run("plan", "B", "--measured", str(log)).output
+
+
+def test_a_smaller_model_needs_another_drafter(tmp_path: Path) -> None:
+    text = (share.folder("models") / "qwen3.8-27b.toml").read_text()
+    smaller = tmp_path / "smaller.toml"
+    smaller.write_text(text.replace("\nhidden_size = 5120", "\nhidden_size = 2560"))
+    refused = run("plan", "B", "--model", str(smaller), COLUMNS="400")
+
+    assert refused.exit_code == 2
+    assert "refused: speculation.method is dflash2" in refused.output
+    assert "its hidden_size is 5120, and the model's 2560; use --speculation-method mtp" in refused.output
+    mended = run("plan", "B", "--model", str(smaller), "--speculation-method", "mtp", "--speculation-tokens", "3")
+    assert mended.exit_code == 0, mended.output
+
+
+TOTAL = (
+    "INFO [gpu_worker.py:650] Free memory on device (138.9/139.72 GiB) on startup. Desired GPU memory utilization is "
+    "(0.9, 125.75 GiB). Actual usage is 15.1 GiB for consumed memory (weights + non-torch), 0.5 GiB for peak "
+    "activation, and 0.3 GiB for CUDAGraph memory.\n"
+)
+
+
+def test_the_card_of_the_log_is_planned_for(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(TOTAL + LOG)
+    total = round(139.72 * (1 << 30))
+
+    of_log = json.loads(run("plan", "B", "--measured", str(log), "--json").output)
+    assert (of_log["card"]["title"], of_log["card"]["total_bytes"]) == ("the card of the log", total)
+    assert {"what": "Memory in all", "unit": "bytes", "predicted": total, "measured": total, "ratio": 1.0} in of_log[
+        "measured"
+    ]
+    named = json.loads(run("plan", "B", "--measured", str(log), "--gpu", "rtx3090", "--json").output)
+    assert named["card"]["name"] == "rtx3090"
+
+
+def test_a_log_of_another_context_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(LOG)
+    result = run("plan", "B", "--context", "4096", "--measured", str(log))
+
+    assert result.exit_code == 2
+    assert "limits.context_tokens 65536, and 4096 are planned" in " ".join(result.output.split())
+    assert "--context 65536" in result.output
 
 
 def test_a_log_without_figures_is_said_to_be_one(tmp_path: Path) -> None:

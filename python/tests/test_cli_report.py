@@ -64,8 +64,17 @@ class User:
         )
         with ports.claim("127.0.0.1", 0) as free:
             self.port = int(free.getsockname()[1])
+        # The journal of this machine is nobody's business; this one says what is in a file, once there is one.
+        self.journal = folder / "journal"
+        program = folder / "bin/journalctl"
+        program.parent.mkdir()
+        program.write_text(
+            f'#!/bin/sh\nfor last; do :; done\ntest "$last" = "--unit=hyperqwen*" || exit 1\n'
+            f'test ! -e {self.journal} || while read -r line; do printf "%s\\n" "$line"; done < {self.journal}\n'
+        )
+        program.chmod(0o755)
         self.environ = {
-            "PATH": os.environ.get("PATH", ""),
+            "PATH": f"{program.parent}:{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(PACKAGE),
             "HOME": str(self.home),
             "USER": "annabel",
@@ -146,6 +155,17 @@ def test_no_byte_of_a_secret(user: User) -> None:
     assert leaks((done.stdout + done.stderr).encode(), DIARY) == []
     if socket.gethostname().casefold() not in bundle._COMMON and len(socket.gethostname()) > 2:
         assert f"on {socket.gethostname()}:".encode() not in data
+
+
+def test_services_leave_their_log_to_the_journal(user: User) -> None:
+    prefix = f"2026-12-01T05:03:19+0000 {socket.gethostname()} hyperqwen-serve[41]: "
+    user.journal.write_text("".join(f"{prefix}{line}\n" for line in user.words().splitlines()))
+    done = user.report("--out", "r.tar.gz", HYPERQWEN_API_KEY=KEYS["variable"])
+    said = user.files()["logs/journal.log"]
+    assert "hyperqwen-serve[41]: (APIServer pid=41) INFO" in said and "Available KV cache memory: 6.41 GiB" in said
+    assert bundle.DROPPED in said
+    assert leaks(gzip.decompress((user.out / "r.tar.gz").read_bytes()), DIARY) == []
+    assert "logs/journal.log: the end of a log" in done.stderr
 
 
 def test_what_is_inside(user: User) -> None:

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-from hyperqwen.cli.serve import Look, Start
+from hyperqwen import errors
+from hyperqwen.cli.serve import Look, Start, _may_come
+from hyperqwen.errors import UnsuitableError
 from hyperqwen.profiles.cards import CARDS
 from hyperqwen.profiles.layers import resolve
 from hyperqwen.profiles.planner import make_plan
@@ -28,7 +30,9 @@ from hyperqwen.profiles.profile import knobs, shipped
 from hyperqwen.runtime import ports, records
 from hyperqwen.runtime.driver import CUDA, NVML, Survey
 from hyperqwen.runtime.notify import Notifier
+from hyperqwen.runtime.preflight import Item
 from hyperqwen.runtime.site import Site
+from hyperqwen.runtime.watchdog import SpillReport
 from tests import fake_engine
 from tests.test_cli_demo import wait_for
 from tests.test_runtime_model_files import write as write_model
@@ -186,12 +190,67 @@ def test_as_json(serve: Serve) -> None:
     assert (said["url"], said["model"], said["key"]) == (f"http://127.0.0.1:{serve.port}/v1", "nano", False)
 
 
+def test_the_engines_time_begins_when_it_is_started(serve: Serve) -> None:
+    listener = ports.claim("127.0.0.1", serve.port)
+    process = serve.start("--json", "--wait", "30")
+    assert process.stdout is not None and process.stderr is not None
+    assert "waiting up to" in process.stderr.readline()
+    # It looks again every two seconds.
+    time.sleep(2.5)
+    listener.close()
+    said = json.loads(process.stdout.readline())
+    process.terminate()
+    process.communicate(timeout=20)
+    assert said["start_s"] < 4, "what it waited for the port counts as the engine's"
+
+
+def test_a_server_whose_state_folder_takes_nothing_more_serves_on(serve: Serve) -> None:
+    runs = serve.folder / "home/.local/state/hyperqwen/runs"
+    # The record of the start was written, and the one that says it is ready cannot be: the engine takes the folder.
+    serve.configure(removes=str(runs))
+    process = serve.start()
+    assert process.stdout is not None and process.stderr is not None
+    assert "answers at" in process.stdout.readline()
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.terminate()
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Traceback" not in said
+    assert said.count("the record of this run cannot be written") == 1 and "the server runs on" in said
+
+
 def test_an_engine_that_dies_is_explained(serve: Serve) -> None:
     serve.configure(die_in="load")
     done = serve.run()
     assert (done.returncode, done.stdout) == (1, "")
     assert "ended by itself (exit status 7)" in done.stderr and "ValueError: no such tensor" in done.stderr
     assert str(serve.folder / f"home/.local/state/hyperqwen/serve-{serve.port}.log") in done.stderr
+
+
+POOL = (
+    "INFO [cpu_worker.py:260] Explicitly set (0.12/23.54) GiB for KV cache on node 0.",
+    "INFO [kv_cache_utils.py:2464] CPU KV cache size: 149,796 tokens, "
+    "Maximum concurrency for 2,048 tokens per request: 73.14x",
+)
+
+
+@pytest.mark.parametrize("flags", [(), ("--verbose",)])
+def test_planned_and_measured_side_by_side(serve: Serve, flags: tuple[str, ...]) -> None:
+    serve.configure(says=POOL)
+    process = serve.start(*flags)
+    assert process.stdout is not None
+    process.stdout.readline()
+    # The table comes after the announcement.
+    time.sleep(1)
+    process.terminate()
+    _, said = process.communicate(timeout=20)
+    # The plan before the start has such a row, too.
+    _, _, beside = said.partition("planned  measured")
+    table = [line.split() for line in beside.splitlines() if line.startswith("KV cache pool ")]
+    bytes_, tokens = table
+    assert bytes_[4:6] == ["123", "MiB"] and bytes_[3] != "-", table
+    assert tokens[4:6] == ["149,796", "tokens"] and tokens[6][0] in "+-", table
+    assert "pool: 149,796 tokens" in said
 
 
 def test_verbose_shows_the_engines_words_and_still_reads_them(serve: Serve) -> None:
@@ -204,6 +263,27 @@ def test_verbose_shows_the_engines_words_and_still_reads_them(serve: Serve) -> N
     assert "engine: starting" in said and "engine: finishing" in said
     assert "weights read in 0.5 s" in said
     assert not list(serve.folder.rglob("*.log"))
+
+
+def test_a_server_that_nohup_started_outlives_a_logout(serve: Serve) -> None:
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *COMMAND],
+        env=serve.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "answers at" in process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.7)
+    assert process.poll() is None, "the end of the session ended it"
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
 
 
 # Ends ---------------------------------------------------------------------------------------------------------------
@@ -268,6 +348,31 @@ def test_the_engine_on_a_gpu_is_told_what_was_planned_and_nothing_of_the_process
     assert made["CC"] == "/cc/bin/cc" and made["PATH"].split(":")[:2] == [str(tmp_path / "bin"), "/cc/bin"]
     # Each of these would slow an engine on a GPU down, or put its two halves into one process.
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & set(made)
+
+
+def test_a_server_whose_memory_went_to_windows_is_refused_before_it_is_ready(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held = (12 << 30) + (6 << 30)
+    came = replace(GPU, used=GPU.used + held // 2)
+    # The engine says less than was planned: what it says counts.
+    spill = SpillReport([GPU], 23 << 30, lambda _cards: [came])
+    monkeypatch.setattr("hyperqwen.cli.serve._spill", lambda _look: spill)
+    for name in ("HOME", "HYPERQWEN_HOST_FILE"):
+        monkeypatch.setenv(name, serve.environ[name])
+    says = ["Model loading took 12.0 GiB memory and 2.000000 seconds", "Available KV cache memory: 6.0 GiB"]
+    serve.configure(says=says)
+    effective = resolve("demo", flags={"server.port": str(serve.port), "model.directory": str(serve.folder / "model")})
+    plan = make_plan(effective, models=serve.folder, card=None)
+    site = Site(engine="cpu", engine_python=serve.folder / "python3", engine_id="id")
+    start = Start(site, effective, serve.folder, None, Notifier({}), False, False)
+
+    with pytest.raises(UnsuitableError, match="the engine holds 18,432 MiB of card 0, and only 9,216 MiB") as raised:
+        start.serve(Look([], plan, (), None))
+
+    assert raised.value.fix is not None and "memory.kv_cache_bytes" in raised.value.fix
+    assert not start.ready and "answers at" not in capfd.readouterr().out
+    assert not fake_engine.alive(fake_engine.seen(serve.folder)["pid"])
 
 
 # The service manager ------------------------------------------------------------------------------------------------
@@ -341,6 +446,25 @@ def test_waiting_is_for_what_may_come_and_not_for_a_driver(serve: Serve) -> None
     began = time.monotonic()
     done = serve.run("--preflight-only", "--wait", "60", HYPERQWEN_DRIVER_DIR=str(serve.folder / "empty"))
     assert done.returncode == 3 and time.monotonic() - began < 30
+
+
+def test_nobody_waits_for_a_port_while_the_model_is_missing(serve: Serve) -> None:
+    (serve.folder / "model/tokenizer.json").unlink()
+    began = time.monotonic()
+    with ports.claim("127.0.0.1", serve.port):
+        done = serve.run("--preflight-only", "--wait", "60")
+    assert done.returncode == 3 and time.monotonic() - began < 30
+    assert "waiting" not in done.stderr and "fail  port: " in done.stdout and "fail  model: " in done.stdout
+
+
+def test_what_may_come() -> None:
+    def item(name: str, **changes: Any) -> Item:
+        return Item(name, "fail", "is not there", **changes)
+
+    assert all(_may_come(item(name)) for name in ("cards", "device nodes", "memory of the card", "memory of card 1"))
+    assert not _may_come(item("cards", code=errors.USAGE)), "a card that the profile names and this machine never had"
+    assert not _may_come(item("model", code=errors.NOT_FOUND)) and not _may_come(item("/dev/shm"))
+    assert not _may_come(item("device nodes", searched=("/usr/lib: not there",)))
 
 
 def test_what_comes_meanwhile_is_found(serve: Serve) -> None:

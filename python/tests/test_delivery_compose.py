@@ -30,6 +30,7 @@ def test_container_has_no_privileges_and_only_this_machine_reaches_it(name: str)
     data = compose(name)
     server = data["services"]["server"]
     assert server["read_only"] is True
+    assert server["init"] is True
     assert server["cap_drop"] == ["ALL"]
     assert server["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in server and "cap_add" not in server

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from hyperqwen.delivery.container import Mount, container, image_config, publish
 from hyperqwen.errors import BadInputError
 from hyperqwen.profiles.layers import resolve
 from hyperqwen.profiles.profile import load, shipped
+from hyperqwen.runtime.host import detect
+from hyperqwen.runtime.preflight import host_resources
 
 ALL = sorted(shipped())
 
@@ -64,6 +67,21 @@ def test_container_of_a_profile_as_it_ships() -> None:
     assert found.publish == ("127.0.0.1", 18020, 18020)
     assert (found.environment, found.mounts, found.key_file) == ({}, (), "")
     assert not publishes_openly(found)
+
+
+@pytest.mark.parametrize(("offload", "tensor", "mib"), [(0, 1, 1024), (0, 2, 8192), (16, 1, 17408), (16, 2, 24576)])
+def test_evicted_pages_have_room_in_dev_shm(offload: int, tensor: int, mib: int, tmp_path: Path) -> None:
+    effective = resolve("B", flags=flags(memory__offload_gib=str(offload), parallel__tensor=str(tensor)))
+    found = container(effective)
+    assert found.shm_mib == mib
+    # What the launcher says in there, of the whole tmpfs and of one without what is kept for NCCL.
+    free = found.shm_mib * 2**20
+    host = replace(detect(), shm=free, shm_free=free)
+    items = {item.name: item.state for item in host_resources(effective.profile, host, tmp_path)}
+    assert items.get("/dev/shm") == ("ok" if offload else None)
+    small = replace(host, shm_free=free - offload * 2**30)
+    items = {item.name: item.state for item in host_resources(effective.profile, small, tmp_path)}
+    assert items.get("/dev/shm") == ("fail" if offload else None)
 
 
 def test_changed_knobs_become_variables_that_say_the_same_inside() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperqwen.delivery.host_file import main, make, render
+from hyperqwen.delivery import host_file
+from hyperqwen.delivery.host_file import in_settings, main, make, render
 from hyperqwen.errors import BadInputError, MissingError
 from hyperqwen.profiles.layers import resolve
+from hyperqwen.profiles.planner import Plan, make_plan
+from hyperqwen.profiles.rules import Notice
 
 WHERE = "services.hyperqwen.settings"
 
@@ -70,6 +74,46 @@ def test_wrong_settings_are_refused_and_leave_no_file(tmp_path: Path, settings: 
     assert str(tmp_path) not in str(caught.value)
     assert out.read_text() == "what was there\n"
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("fix", "said"),
+    [
+        ("use --context 8192", f"use {WHERE}.limits.context_tokens = 8192"),
+        (
+            "use --memory-kv-cache-bytes 0 --context 4096",
+            f"use {WHERE}.memory.kv_cache_bytes = 0 and {WHERE}.limits.context_tokens = 4096",
+        ),
+        (
+            "use more cards (--parallel-tensor 2), or --cache-prefix false",
+            f"use more cards ({WHERE}.parallel.tensor = 2), or {WHERE}.cache.prefix = false",
+        ),
+        (
+            "use --speculation-method mtp, or name a drafter: --model-drafter",
+            f'use {WHERE}.speculation.method = "mtp", or name a drafter: {WHERE}.model.drafter',
+        ),
+        ("use --port 18021, or --host", "use services.hyperqwen.port = 18021, or services.hyperqwen.host"),
+        ("name cards with --parallel-gpus or none", "name cards with services.hyperqwen.gpus or none"),
+        ("take --api-key out", "take --api-key out"),
+    ],
+)
+def test_a_fix_names_settings_and_no_flags(fix: str, said: str) -> None:
+    assert in_settings(fix, WHERE) == said
+
+
+def test_what_a_plan_says_of_a_flag_is_said_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the refusals that name a flag, each needs a card or a drafter, which a build does not have: one is added."""
+    notice = Notice("refuse", "memory", "limits.context_tokens", 9999, "9999 tokens do not fit", "use --context 8192")
+
+    def planned(*arguments: Any, **more: Any) -> Plan:
+        plan = make_plan(*arguments, **more)
+        return replace(plan, notices=(*plan.notices, notice))
+
+    monkeypatch.setattr(host_file, "make_plan", planned)
+    with pytest.raises(BadInputError) as caught:
+        make("B", "{}", WHERE, tmp_path / "host.toml")
+    assert str(caught.value) == f"9999 tokens do not fit\n  fix: use {WHERE}.limits.context_tokens = 8192"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from hyperqwen import docs, share
 from hyperqwen.delivery import options
-from hyperqwen.delivery.unit import CREDENTIAL, MODELS, Directive, service_config
+from hyperqwen.delivery.unit import MODELS, Directive, service_config
 from hyperqwen.profiles.profile import knobs, load, sections, shipped
+from hyperqwen.runtime.keys import CREDENTIAL
 
 TREE: dict[str, Any] = json.loads(options.options())
 SERVICE: dict[str, Any] = json.loads(options.service())

@@ -15,7 +15,7 @@ from hyperqwen.profiles.profile import shipped
 KNOWN = {
     "AddDevice", "ContainerName", "DropCapability", "Environment", "HealthCmd", "HealthInterval", "HealthOnFailure",
     "HealthRetries", "HealthStartPeriod", "HealthTimeout", "Image", "NoNewPrivileges", "Notify", "PublishPort", "Pull",
-    "ReadOnly", "Secret", "ShmSize", "StopTimeout", "Tmpfs", "Volume",
+    "ReadOnly", "RunInit", "Secret", "ShmSize", "StopTimeout", "Tmpfs", "Volume",
 }  # fmt: skip
 
 
@@ -44,6 +44,7 @@ def test_container_has_no_privileges_and_only_this_machine_reaches_it(name: str)
     assert set(found) <= KNOWN
     assert set(units) == {"Unit", "Container", "Service", "Install"}
     assert (found["ReadOnly"], found["DropCapability"], found["NoNewPrivileges"]) == (["true"], ["all"], ["true"])
+    assert (found["RunInit"], found["Notify"]) == (["true"], ["true"])
     assert found["PublishPort"] == ["127.0.0.1:18020:18020"]
     assert found["AddDevice" if name != "demo" else "Image"] == [
         "nvidia.com/gpu=all" if name != "demo" else "localhost/hyperqwen:demo"
@@ -64,6 +65,7 @@ def test_podman_ends_the_container_before_systemd_does() -> None:
     units = quadlet("B", server__drain_seconds="100", server__start_seconds="700")
     assert units["Container"]["StopTimeout"] == ["130"]
     assert int(units["Service"]["TimeoutStopSec"][0]) > 130
+    assert units["Service"]["SuccessExitStatus"] == ["143"]
     assert int(units["Service"]["TimeoutStartSec"][0]) > 700
     assert units["Container"]["HealthStartPeriod"] == ["700s"]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from hyperqwen.delivery.unit import (
 )
 from hyperqwen.errors import BadInputError
 from hyperqwen.profiles.profile import Profile, load, shipped
+from hyperqwen.runtime import ports
 
 PROGRAM = "/nix/store/0c0c-serve/bin/hyperqwen-serve"
 PROFILES = {name: load(path) for name, path in shipped().items()}
@@ -109,7 +111,7 @@ def test_the_times_are_the_profiles(profile: Profile) -> None:
 def test_the_program_starts_with_the_profile_alone(profile: Profile) -> None:
     """A flag would win over /etc/hyperqwen/host.toml, which then could not change it."""
     service = parsed(service_config(profile, program=PROGRAM).text())["Service"]
-    assert service["ExecStart"] == [f"{PROGRAM} --profile {profile.name}"]
+    assert service["ExecStart"] == [f"{PROGRAM} --profile {profile.name} --verbose"]
 
 
 @pytest.mark.parametrize("name", GPU)
@@ -117,7 +119,7 @@ def test_a_unit_with_a_gpu_waits_for_it_and_sees_nothing_else(name: str) -> None
     sections = parsed(service_config(PROFILES[name], program=PROGRAM).text())
     service = sections["Service"]
     (wait,) = service["ExecStartPre"]
-    assert wait.startswith(f"-{PROGRAM} --profile {name} --preflight-only --wait ")
+    assert wait.startswith(f"-{PROGRAM} --profile {name} --verbose --preflight-only --wait ")
     assert int(wait.split()[-1]) < int(service["TimeoutStartSec"][0])
     assert service["PrivateDevices"] == ["no"] and service["DevicePolicy"] == ["closed"]
     assert {value.split()[0] for value in service["DeviceAllow"]} == {
@@ -156,6 +158,7 @@ def test_bad_input_and_the_like_do_not_start_again(profile: Profile) -> None:
     service = parsed(service_config(profile, program=PROGRAM).text())["Service"]
     assert service["Restart"] == ["on-failure"]
     assert service["RestartPreventExitStatus"][0].split() == ["2", "3", "4", "5"]
+    assert service["SuccessExitStatus"] == ["143"]
 
 
 def test_no_key_in_the_unit_only_where_it_is(profile: Profile) -> None:
@@ -191,7 +194,7 @@ def test_beyond_loopback_lets_in_the_networks_named() -> None:
     )
     sections = parsed(unit.text())
     service = sections["Service"]
-    assert service["ExecStart"] == [f"{PROGRAM} --profile B --server-host 0.0.0.0 --server-port 8000"]
+    assert service["ExecStart"] == [f"{PROGRAM} --profile B --verbose --server-host 0.0.0.0 --server-port 8000"]
     assert service["IPAddressDeny"] == ["any"]
     assert service["IPAddressAllow"] == ["localhost", "192.168.0.0/16", "fd00::/8"]
     assert (
@@ -253,6 +256,14 @@ def test_quoting_is_for_words_that_need_it() -> None:
 )  # fmt: skip
 def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+
+
+def test_localhost_is_not_asked_of_the_machine_that_writes_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(*_: object, **__: object) -> list[object]:
+        return [(2, 1, 6, "", ("192.0.2.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", elsewhere)
+    assert is_loopback("localhost") and not ports.is_loopback("localhost")
 
 
 def test_nixos_gets_what_the_unit_has(profile: Profile) -> None:

@@ -37,6 +37,48 @@ def test_a_card_is_found_however_it_is_written(text: str, name: str) -> None:
     assert cards.find(text).name == name
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
+        ("NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090d48"),
+        ("NVIDIA GeForce RTX 5060 Ti", "rtx5060ti16"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX A5000", "rtxa5000"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtxpro6000"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200"),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_a_card_is_found_by_the_name_that_the_driver_says(said: str, name: str) -> None:
+    assert cards.find(said).name == name
+
+
+@pytest.mark.parametrize(
+    "said", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 5070", "NVIDIA L40"]
+)
+def test_a_card_of_a_name_that_is_like_another_is_not_taken_for_it(said: str) -> None:
+    with pytest.raises(BadInputError, match="no card that is known"):
+        cards.find(said)
+
+
 def test_every_name_and_title_finds_its_own_card() -> None:
     for card in CARDS.values():
         assert cards.find(card.name) is card

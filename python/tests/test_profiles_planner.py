@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from hyperqwen.profiles.capabilities import CAPABILITIES
 from hyperqwen.profiles.layers import resolve
 from hyperqwen.profiles.planner import Plan, make_plan, models_folder
 from hyperqwen.profiles.profile import load, shipped
+from tests.test_runtime_model_files import config_of
 
 EVERYTHING = frozenset(CAPABILITIES)
 RTX3090 = cards.find("rtx3090")
@@ -75,6 +78,40 @@ def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> 
     assert plan("B", limits__context_tokens=str(notice.new + 1)).refusals != ()
 
 
+def test_a_larger_card_is_not_left_half_empty_without_a_word() -> None:
+    (notice,) = [found for found in plan("B", cards.find("rtx5090")).notices if found.rule == "pool-below-card"]
+
+    assert notice.level == "warn"
+    assert "MiB of this one stay unused" in notice.message
+    assert notice.new == 0
+    larger = plan("B", cards.find("rtx5090"), memory__kv_cache_bytes="0")
+    assert larger.budget is not None
+    assert f"{larger.budget.pool_tokens:,} tokens" in notice.fix
+    # The card that it is made for, and a pool that the user set: nothing to say.
+    assert not [found for found in plan("B").notices if found.rule == "pool-below-card"]
+    own = plan("B", cards.find("rtx5090"), memory__kv_cache_bytes="5583457484")
+    assert not [found for found in own.notices if found.rule == "pool-below-card"]
+
+
+def test_a_context_that_the_card_has_room_for_is_offered_the_room() -> None:
+    (notice,) = plan("B", cards.find("rtx5090"), limits__context_tokens="131072").refusals
+
+    assert "--memory-kv-cache-bytes 0: this card has room for" in notice.fix
+
+
+def test_a_utilization_that_leaves_no_pool_is_named() -> None:
+    (notice,) = plan("A", memory__utilization="0.2").refusals
+
+    assert notice.field == "memory.utilization"
+    assert plan("A", memory__utilization=str(notice.new)).refusals == ()
+
+
+def test_a_drafter_of_no_tokens_is_refused_by_its_rule() -> None:
+    (notice,) = plan("B", speculation__tokens="0").refusals
+
+    assert (notice.field, notice.rule) == ("speculation.tokens", "draft-tokens")
+
+
 def test_a_pin_that_the_card_cannot_give_is_refused_with_one_that_it_can() -> None:
     found = plan("B", cards.find("rtx3090"), memory__kv_cache_bytes=str(9 << 30), limits__context_tokens="8192")
 
@@ -89,6 +126,67 @@ def test_a_card_that_is_too_small_is_said_to_be() -> None:
 
     assert notice.field == "model.name"
     assert "larger card" in notice.fix
+
+
+# The drafter ------------------------------------------------------------------------------------------------------
+
+
+def drafter_folder(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_drafter_of_16_bits_is_planned_as_one_and_does_not_fit(tmp_path: Path) -> None:
+    config = config_of("qwen3.8-27b-dflash2")
+    packed = plan("B", model__drafter=str(drafter_folder(tmp_path / "packed", config)))
+    del config["quantization_config"]
+    whole = plan("B", model__drafter=str(drafter_folder(tmp_path / "whole", config)))
+
+    assert packed.refusals == ()
+    assert {notice.rule for notice in whole.refusals} >= {"bf16-drafter"}
+    assert packed.budget is not None and whole.budget is not None
+    sizes = [found.figure("weights.drafter").bytes for found in (packed.budget, whole.budget)]
+    assert 3 << 30 < sizes[1] < 4 << 30 and sizes[0] < sizes[1] / 2
+    assert make_plan(resolve("B"), models=Path("/models"), card=RTX3090).budget is not None
+
+
+def test_the_drafter_of_the_models_folder_is_the_one_that_is_planned(tmp_path: Path) -> None:
+    config = config_of("qwen3.8-27b-dflash2") | {"num_hidden_layers": 3}
+    drafter_folder(tmp_path / "qwen3.8-27b-dflash2", config)
+    found = make_plan(resolve("B"), models=tmp_path, card=RTX3090, capabilities=EVERYTHING)
+
+    assert found.budget is not None
+    assert [group.layers for group in found.budget.pool.groups if group.kind == "window"] == [3]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"architectures": 5}', '{"architectures": ["DFlash2DraftModel"]}'])
+def test_a_drafter_that_is_none_is_for_the_look_before_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    found = plan("B", model__drafter=str(tmp_path))
+
+    assert found.budget is not None
+    assert found.budget.pool_tokens == 68_605
+
+
+def test_a_smaller_model_does_not_keep_the_drafter_of_the_large_one() -> None:
+    small = replace(geometries.load("qwen3.8-27b"), name="small", hidden_size=2560, num_hidden_layers=32)
+
+    def with_model(model: geometries.Geometry, method: str = "dflash2") -> Plan:
+        effective = resolve("B", flags={"speculation.method": method, "speculation.tokens": "3"})
+        return make_plan(effective, models=Path("/m"), card=RTX3090, geometry=model, capabilities=EVERYTHING)
+
+    (notice,) = [notice for notice in with_model(small).refusals if notice.rule == "drafter-shape"]
+    assert (notice.field, notice.value, notice.new) == ("speculation.method", "dflash2", "mtp")
+    assert "its hidden_size is 5120, and the model's 2560" in notice.message and "has [33, 47, 61]" in notice.message
+    assert "--speculation-method mtp" in notice.fix and "--model-drafter" in notice.fix
+    assert "drafter-shape" not in {notice.rule for notice in with_model(small, "mtp").notices}
+    (other,) = [
+        notice
+        for notice in with_model(replace(small, mtp_num_hidden_layers=0)).refusals
+        if notice.rule == "drafter-shape"
+    ]
+    assert other.new == "off"
 
 
 @pytest.mark.parametrize("tensor", ["3", "5", "6", "7"])

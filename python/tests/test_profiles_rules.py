@@ -90,6 +90,10 @@ E_MTP = {"speculation.method": "mtp", "speculation.tokens": 3, "speculation.look
 K15 = {"speculation.tokens": 15, "scheduler.asynchronous": False}
 NO_CARD_OF_24 = {"card": CARDS["h200"]}
 
+BACKEND = {"attention.backend": "FLASHINFER"}
+DRAFTER = geometries.load_drafter("qwen3.8-27b-dflash2")
+OTHER_DRAFTER = {"drafter": replace(DRAFTER, hidden_size=4096)}
+
 
 def arguments(*words: str) -> dict[str, Any]:
     return {"engine.arguments": list(words)}
@@ -507,6 +511,9 @@ CASES = [
         "by 16 %",
     ),
     Case("mtp-tokens", "D", {"speculation.tokens": 5}, "warn", "speculation.tokens", 4, "4 are fastest"),
+    Case("mtp-4-fp8", "D", {"speculation.tokens": 4}, "warn", "speculation.tokens", 3, "illegal memory access"),
+    Case("mtp-4-fp8", "D", {"speculation.tokens": 5} | BACKEND, "warn", "speculation.tokens", 3, "fp8", NO_CARD_OF_24),
+    Case("drafter-shape", "B", {}, "refuse", "speculation.method", "mtp", "--model-drafter", OTHER_DRAFTER),
     Case("sm80-drafts", "D", {}, "warn", "speculation.method", "off", "sm80", {"card": replace(CARDS["h200"], sm=80)}),
     Case("kvarn-backend", "E", {"attention.backend": "auto"}, "correct", "attention.backend", "KVARN", "kvarn_k4v2"),
     Case(
@@ -759,6 +766,12 @@ QUIET: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("expandable-segments", "A", {"parallel.tensor": 2, "parallel.custom_all_reduce": False}, {}),
     ("expandable-segments", "A", {"parallel.tensor": 2, "graphs.mode": "off"}, {}),
     ("bf16-drafter", "B", {}, {}),
+    ("mtp-4-fp8", "D", {}, {}),
+    ("mtp-4-fp8", "D", {"speculation.tokens": 4, "attention.backend": "auto"}, NO_CARD_OF_24),
+    ("mtp-4-fp8", "D", {"speculation.tokens": 4, "cache.dtype": "int8_per_token_head"}, {}),
+    ("mtp-4-fp8", "B", {"cache.dtype": "fp8"}, {}),
+    ("drafter-shape", "B", {}, {"drafter": DRAFTER}),
+    ("drafter-shape", "D", {}, OTHER_DRAFTER),
     ("bf16-drafter", "D", {}, {"drafter_quantized": False}),
     ("bf16-drafter", "B", {}, {"drafter_quantized": False} | NO_CARD_OF_24),
     ("bf16-drafter", "B", {"parallel.tensor": 2}, {"drafter_quantized": False}),
@@ -1058,12 +1071,6 @@ def test_what_a_plain_engine_is_asked_for_it_can_do(wanted: Profile) -> None:
 
 
 # Rows without a rule, and what rules take for granted ---------------------------------------------------------------
-
-
-def test_nothing_is_said_about_four_mtp_drafts_over_fp8() -> None:
-    four = profile("D").with_values({"speculation.tokens": 4})
-
-    assert apply(four, context()) == (four, ())
 
 
 @pytest.mark.parametrize("value", ["", "mlp|linear_attn", ".", "1"])

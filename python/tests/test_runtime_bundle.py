@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyperqwen.delivery.unit import service_config
 from hyperqwen.errors import BadInputError, UnsuitableError, VerificationError
-from hyperqwen.runtime import bundle
+from hyperqwen.profiles.layers import find
+from hyperqwen.profiles.profile import load
+from hyperqwen.runtime import bundle, keys
 from hyperqwen.runtime.bundle import MARK, Scrubber
 
 SECRET = "correct-horse-battery"
@@ -183,10 +186,24 @@ def test_secrets_are_known_from_variables_and_files(tmp_path: Path) -> None:
         "HYPERQWEN_LIMITS_CONTEXT_TOKENS": "4096",
         "SSH_AUTH_SOCK_KEY": "--",
     }
-    found = bundle.scrubber(environ, [tmp_path / "named", tmp_path / "none", tmp_path])
+    found = bundle.scrubber(environ, [tmp_path / "named", tmp_path / "none", tmp_path], tmp_path / "no host")
     names = ("variable", "aws", "keygen", "the-hub", "twin", "demo", "line-two", "named", "systemd")
     assert {secret.strip() for secret in found.secrets if "\n" not in secret} == {f"of-{name}" for name in names}
     assert found.home == str(tmp_path)
+
+
+def test_root_knows_the_keys_of_the_hosts_services(tmp_path: Path) -> None:
+    given = tmp_path / "run/credentials/hyperqwen-chat.service"
+    for folder in (given, tmp_path / "etc/hyperqwen", tmp_path / "run/credentials/other.service"):
+        folder.mkdir(parents=True)
+        (folder / "api-key").write_text(f"of-{folder.name}\n")
+    found = bundle.scrubber({"HOME": "/nowhere"}, root=tmp_path)
+    assert set(found.secrets) == {"of-hyperqwen-chat.service", "of-hyperqwen"}
+    # The same place that the unit takes the key from.
+    assert Path(keys.SERVICE_KEY) in bundle.secret_files({})
+    (credential,) = [d.value for d in service_config(load(find("B")), program="/p").sections["Service"]
+                     if d.key == "LoadCredential"]  # fmt: skip
+    assert credential == f"{keys.CREDENTIAL}:{keys.SERVICE_KEY}"
 
 
 def test_key_files_of_settings_that_are_not_right(tmp_path: Path) -> None:
@@ -211,6 +228,19 @@ def test_the_last_lines(lines: list[str], many: int) -> None:
 def test_of_a_long_line_that_was_cut_nothing_is_shown(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 100 + "\nlast\n")
     assert bundle.tail(tmp_path / "log", 10, most=20) == "last\n"
+
+
+def test_of_a_long_journal_the_last_whole_lines(tmp_path: Path) -> None:
+    assert bundle.journal(5, {"PATH": str(tmp_path)}) == ""
+    program = tmp_path / "journalctl"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$*" one two three\n')
+    program.chmod(0o755)
+    environ = {"PATH": str(tmp_path)}
+    arguments, *rest = bundle.journal(5, environ).splitlines()
+    assert {"--lines=5", "--unit=hyperqwen*", "--quiet"} <= set(arguments.split()) and rest == ["one", "two", "three"]
+    assert bundle.journal(5, environ, most=len("wo\nthree\n")) == "three\n"
+    program.chmod(0o644)
+    assert bundle.journal(5, environ) == ""
 
 
 def test_an_archive_is_the_same_for_the_same_contents() -> None:

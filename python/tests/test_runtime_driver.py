@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import grp
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperqwen.errors import UnsuitableError
+from hyperqwen.runtime import driver as runtime_driver
 from hyperqwen.runtime.driver import CUDA, JIT, NVML, Driver, cached_paths, find, link_directory
 from hyperqwen.runtime.host import Problem, detect
 from tests.recorded_host import KNOWN, Tree
@@ -476,6 +478,31 @@ def test_a_device_file_of_others(plain: Tree, monkeypatch: pytest.MonkeyPatch) -
     assert codes(driver) == ["no-permission"]
     assert driver.problems[0].cause == "/dev/nvidia0 is not for this user"
     assert "usermod -aG" in driver.problems[0].fix or "ls -l /dev/nvidia0" in driver.problems[0].fix
+
+
+def test_a_service_gets_at_a_groups_device_file_by_its_unit(plain: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dynamic user is no user that anyone could add to a group."""
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "nvidia0" not in str(path) and allowed(path, mode))
+    gid = os.getgid() or 44
+    node = plain.root / "dev/nvidia0"
+    os.chown(node, -1, gid)
+    node.chmod(0o660)
+    try:
+        group = grp.getgrgid(gid).gr_name
+    except KeyError:
+        group = str(gid)
+
+    (problem,) = seen(plain, INVOCATION_ID="a").problems
+    assert problem.code == "no-permission"
+    assert f"SupplementaryGroups={group};" in problem.fix and "usermod" not in problem.fix
+    # A terminal of a desktop, which systemd started as well.
+    (problem,) = seen(plain, INVOCATION_ID="a", TERM="xterm").problems
+    assert problem.fix == f"sudo usermod -aG {group} $USER, then log in again"
+    # In the user namespace of PrivateUsers= the group is nobody's.
+    monkeypatch.setattr(runtime_driver, "_NO_GROUP", gid)
+    (problem,) = seen(plain, INVOCATION_ID="a").problems
+    assert "ls -l /dev/nvidia0 shows outside" in problem.fix and f"SupplementaryGroups={group}" not in problem.fix
 
 
 def test_a_sandbox_that_hides_the_module(tree: Tree, system: str) -> None:

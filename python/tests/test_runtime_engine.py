@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def test_it_is_started_apart_and_tells_its_stages(start: Any, tmp_path: Path) ->
     seen = fake_engine.seen(tmp_path)
     assert seen["argv"][1:] == ["-P", "-s", "-m", "hyperqwen.engine.serve", "--model", "m"]
     assert seen["cwd"] == str(tmp_path)
-    own = {"ONLY", "HYPERQWEN_LISTEN_FD", "HYPERQWEN_STATUS_FD", "LC_CTYPE"}
+    own = {"ONLY", "HYPERQWEN_LISTEN_FD", "HYPERQWEN_STATUS_FD", "HYPERQWEN_LAUNCHER_PID", "LC_CTYPE"}
     assert set(seen["environ"]) <= own, "the caller's environment leaked"
     assert os.getpgid(engine.pid) == engine.pid, "a ctrl-C of the terminal would reach it"
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
@@ -117,6 +119,94 @@ def test_an_engine_that_is_killed_says_what_kills(start: Any, tmp_path: Path) ->
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with ports.claim("127.0.0.1", 0) as listener, pytest.raises(UnsuitableError, match="cannot be started"):
         Engine.start(tmp_path / "none", [], {}, listener=listener, folder=tmp_path, log=None)
+
+
+def test_an_engine_that_cannot_be_followed_is_not_left_running(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: Any) -> None:
+        while not (tmp_path / "seen.json").exists():
+            time.sleep(0.02)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "set_blocking", full)
+    with pytest.raises(RuntimeError, match="new thread"):
+        start()
+    assert not fake_engine.alive(fake_engine.seen(tmp_path)["pid"])
+
+
+@contextmanager
+def stderr_to(descriptor: int) -> Iterator[None]:
+    """Let this process's stderr be `descriptor` meanwhile."""
+    before = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def test_an_engine_does_not_wait_for_who_reads_its_words(tmp_path: Path) -> None:
+    """A stderr that nobody reads from: the engine loads all the same, what it says is known, and the end comes out."""
+    words = [f"{number} {'x' * 100}" for number in range(60_000)]
+    reader, writer = os.pipe()
+    with stderr_to(writer):
+        engine = Engine.start(
+            fake_engine.write(tmp_path, says=words),
+            [],
+            {},
+            listener=ports.claim("127.0.0.1", 0),
+            folder=tmp_path,
+            log=None,
+        )
+        try:
+            news = ""
+            stages: list[str] = []
+            deadline = time.monotonic() + 20
+            while "serve" not in stages or words[-1] not in news:
+                assert time.monotonic() < deadline, f"the engine waits in {stages}"
+                stages += engine.stages(0.05)
+                said = engine.news()
+                assert said == "" or said.endswith("\n"), "a line that was not whole"
+                news += said
+            os.close(writer)
+            with open(reader, "rb") as file:
+                heard = threading.Thread(target=lambda: shown.append(file.read()))
+                shown: list[bytes] = []
+                heard.start()
+                engine.stop(5)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                heard.join(10)
+        finally:
+            engine.stop(0.1)
+    (text,) = shown
+    assert text.startswith(b"engine: starting\n0 xxx") and text.endswith(b"engine: finishing\n")
+    assert b"\n[hyperqwen: words of the engine are left out here]\n" in text
+    assert len(text) < 5 << 20
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_engine_lives_on_when_nobody_hears_it(tmp_path: Path, closed: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with stderr_to(writer):
+        os.close(writer)
+        if closed:
+            os.close(2)
+        engine = Engine.start(
+            fake_engine.write(tmp_path, says=["x" * 1000] * 300),
+            [],
+            {},
+            listener=ports.claim("127.0.0.1", 0),
+            folder=tmp_path,
+            log=None,
+        )
+        try:
+            assert stages_until(engine, "serve")[-1] == "serve"
+            engine.check()
+        finally:
+            engine.stop(0.1)
 
 
 def test_a_long_line_of_the_log_is_cut(start: Any, tmp_path: Path) -> None:

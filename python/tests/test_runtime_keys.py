@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -102,3 +103,18 @@ def test_a_service_gets_its_key_as_a_credential(tmp_path: Path) -> None:
     (tmp_path / "api-key").write_text("\n")
     with pytest.raises(BadInputError, match=r"the credential .*api-key is empty"):
         resolve_key(None, environ)
+
+
+def test_what_is_no_file_is_no_key(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for place in (pipe, tmp_path, Path("/dev/null")):
+        with pytest.raises(BadInputError, match="is no file"):
+            resolve_key(place, {})
+
+
+def test_a_key_has_a_length_that_a_header_carries() -> None:
+    assert resolve_key(None, {"HYPERQWEN_API_KEY": "k" * 1024}) == "k" * 1024
+    with pytest.raises(BadInputError, match=r"has 1,025 characters") as raised:
+        resolve_key(None, {"HYPERQWEN_API_KEY": "k" * 1025})
+    assert "kkk" not in str(raised.value)

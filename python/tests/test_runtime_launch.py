@@ -3,8 +3,9 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hyperqwen.errors import MissingError, UnsuitableError
 from hyperqwen.runtime import ports, records
-from hyperqwen.runtime.engine import EngineError
+from hyperqwen.runtime.engine import Engine, EngineError
 from hyperqwen.runtime.folders import Folders
-from hyperqwen.runtime.launch import Launch, Limit, Progress, Stopped, example, url
+from hyperqwen.runtime.launch import Launch, Limit, Progress, Stopped, example, stop_signals, url
+from hyperqwen.runtime.measured import Measured
 from hyperqwen.runtime.notify import Notifier
 from hyperqwen.runtime.startup import Event
 from tests import fake_engine
@@ -116,6 +119,98 @@ def test_requests_get_their_time_at_the_end_and_not_more(tmp_path: Path) -> None
     assert "engine: finishing" in (tmp_path / "log/serve.log").read_text()
 
 
+def test_a_record_says_that_the_server_is_stopping(tmp_path: Path) -> None:
+    seen = []
+
+    def stop(_engine: Any, _client: Any, _console: Any) -> None:
+        raise Stopped(15)
+
+    with launched(tmp_path, lingers=1) as launch:
+        launch.drain = 5
+        launch.every.append(stop)
+        launch.notifier = _Watched(lambda: seen.extend(records.found(tmp_path / "log")))
+        with pytest.raises(Stopped):
+            launch.serve()
+    assert [(record.ready, record.stopping) for record in seen] == [(True, False), (True, True)]
+    assert records.found(tmp_path / "log") == []
+
+
+class _Watched(Notifier):
+    """Calls `look` when the service manager would hear that the server is ready, and that it stops."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__({})
+        self._look = look
+
+    def ready(self, status: str) -> None:
+        self._look()
+
+    def stopping(self, status: str) -> None:
+        self._look()
+
+
+def test_what_is_told_of_a_ready_server_does_not_end_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    looks = []
+
+    def fail(_console: Console, seen: Measured) -> None:
+        assert seen.weights_bytes == round(1.5 * (1 << 30))
+        raise MissingError("the log is gone", "look for it")
+
+    def stop(_engine: Any, _client: Any, _console: Any) -> None:
+        looks.append(True)
+        raise Stopped(15)
+
+    with launched(tmp_path, says=["Model loading took 1.5 GiB memory and 2.000000 seconds"]) as launch:
+        launch.once_ready = fail
+        launch.every.append(stop)
+        with pytest.raises(Stopped):
+            launch.serve()
+    said = capfd.readouterr()
+    assert looks and said.err.count("hyperqwen: the log is gone; the server runs on") == 1
+
+
+def test_a_server_that_must_not_serve_is_never_announced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def refuse(seen: Measured) -> None:
+        raise UnsuitableError(f"{seen.pool_bytes} bytes are too many", "take fewer")
+
+    with launched(tmp_path, says=["Available KV cache memory: 2.0 GiB"]) as launch:
+        launch.before_ready = refuse
+        with pytest.raises(UnsuitableError, match=f"{2 << 30} bytes are too many"):
+            launch.serve()
+    assert not launch.ready and capfd.readouterr().out == ""
+    assert not fake_engine.alive(fake_engine.seen(tmp_path)["pid"])
+
+
+def test_a_signal_while_the_engine_is_started_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = []
+    begin = Engine.start
+
+    def interrupted(*arguments: Any, **options: Any) -> Engine:
+        engines.append(begin(*arguments, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return engines[0]
+
+    monkeypatch.setattr(Engine, "start", interrupted)
+    with launched(tmp_path) as launch, pytest.raises(Stopped), stop_signals():
+        launch.serve()
+    assert not fake_engine.alive(engines[0].pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with stop_signals():
+            signal.raise_signal(number)
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_an_engine_that_is_too_slow_says_which_knob(tmp_path: Path) -> None:
     with launched(tmp_path, hang_in="load") as launch:
         launch.limit = Limit(time.monotonic(), 1, "--server-start-seconds")
@@ -134,6 +229,17 @@ def test_without_a_terminal_a_phase_has_a_line_for_its_begin_and_its_end() -> No
         progress.event(Event("weights", "weights: 14.26 GiB in 20 s", final=True))
     lines = [line.split("s  ", 1)[1] for line in said.getvalue().splitlines()]
     assert lines == ["loading the model", "loading weights: 1 of 8", "weights: 14.26 GiB in 20 s"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bracket_in_the_engines_words_is_no_markup(terminal: bool) -> None:
+    said = io.StringIO()
+    progress = Progress(Console(file=said, force_terminal=terminal, width=80), time.monotonic(), Notifier({}))
+    with progress.shown():
+        progress.event(Event("compile", "compiling [/red] a part"))
+        time.sleep(0.2)
+        progress.event(Event("compile", "compiled [bold] in 3 s", final=True))
+    assert "compiling [/red] a part" in said.getvalue() and "compiled [bold] in 3 s" in said.getvalue()
 
 
 def test_on_a_terminal_a_phase_leaves_its_result_alone() -> None:

@@ -114,6 +114,21 @@ def test_a_pool_whose_size_was_set() -> None:
     assert measured.measured(text) == Measured(free_bytes=gib(22.9), pool_bytes=gib(1.44))
 
 
+def test_what_the_engine_holds_of_a_card() -> None:
+    assert measured.measured(LOG).held_bytes == gib(13.86) + gib(6.41) + gib(0.31)
+    assert measured.measured(START + LOADED + AVAILABLE).held_bytes == gib(13.86) + gib(6.41), "without graphs"
+    assert measured.measured(START + LOADED).held_bytes is None
+    assert measured.measured(START + AVAILABLE).held_bytes is None
+
+
+def test_a_log_that_is_read_as_it_comes() -> None:
+    seen = Measured()
+    for line in LOG.splitlines(keepends=True):
+        seen = measured.measured(line, seen)
+    assert seen == measured.measured(LOG)
+    assert measured.measured(START, seen).empty, "another start"
+
+
 def test_a_processors_log() -> None:
     """Recorded: nano on vLLM 0.31.0's CPU backend."""
     seen = measured.measured(

@@ -1,21 +1,35 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hyperqwen import errors
+from hyperqwen.prepare import geometry as geometries
+from hyperqwen.prepare import hollow
 from hyperqwen.prepare.tensors import encode
-from hyperqwen.runtime.model_files import INDEX, SINGLE, check
+from hyperqwen.runtime.model_files import INDEX, SINGLE, check, other_drafter, other_model
 
 
-def write(folder: Path, shards: int = 2) -> Path:
-    """A model of `shards` shards with two tensors each; of 0, one file without an index."""
+def config_of(name: str, **changes: int) -> dict[str, Any]:
+    """config.json of the model or the drafter that prepare/models has under `name`, `changes` at its top."""
+    ids: dict[str, int] = defaultdict(int)
+    if not name.endswith("-dflash2"):
+        return hollow.model_config(geometries.load(name), ids, "fast") | changes
+    target = geometries.load(name.removesuffix("-dflash2"))
+    return hollow.drafter_config(geometries.load_drafter(name), target) | changes
+
+
+def write(folder: Path, shards: int = 2, of: str = "nano") -> Path:
+    """A folder of the model or drafter `of`, with `shards` shards of two tensors each; 0 is one without an index."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text('{"architectures": ["Qwen3_5ForCausalLM"]}')
+    (folder / "config.json").write_text(json.dumps(config_of(of)))
     (folder / "generation_config.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}}}')
@@ -131,3 +145,58 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert said(tmp_path / "none") == f"the model folder {tmp_path / 'none'} does not exist"
     (tmp_path / "file").touch()
     assert said(tmp_path / "file") == f"the model folder {tmp_path / 'file'} is not a folder"
+
+
+# The model that was planned for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nano", "qwen3.8-27b"])
+def test_the_planned_model_is_the_one_in_the_folder(tmp_path: Path, name: str) -> None:
+    assert other_model(write(tmp_path / "model", of=name), geometries.load(name)) is None
+
+
+def test_another_model_is_told_by_every_field_that_differs(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", of="qwen3.8-27b")
+    wanted = geometries.load("qwen3.8-27b")
+    assert wanted.vision is not None
+    planned = replace(wanted, hidden_size=2560, num_hidden_layers=32, vision=replace(wanted.vision, depth=3))
+    trouble = other_model(folder, planned)
+    assert trouble is not None and trouble.code == errors.USAGE and "model.directory" in trouble.fix
+    assert trouble.cause == (
+        f"{folder / 'config.json'} is not of qwen3.8-27b, which was planned for: hidden_size is 5120, planned 2560; "
+        f"num_hidden_layers is 64, planned 32; vision.depth is {wanted.vision.depth}, planned 3"
+    )
+
+
+def test_what_is_not_loaded_may_differ(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", of="qwen3.8-27b")
+    planned = replace(geometries.load("qwen3.8-27b"), vision=None, mtp_num_hidden_layers=0)
+    assert other_model(folder, planned, vision=False, mtp=False) is None
+    for part in ({"vision": False}, {"mtp": False}):
+        assert other_model(folder, planned, **part) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"architectures": 5}', '{"architectures": ["LlamaForCausalLM"]}',
+     '{"architectures": ["Qwen3_5ForCausalLM"], "text_config": null}',
+     '{"architectures": ["Qwen3_5ForCausalLM"], "layer_types": 5}',
+     '{"architectures": ["DFlash2DraftModel"], "dflash_config": "x"}'],
+)  # fmt: skip
+def test_a_config_of_no_such_model(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for trouble in (other_model(tmp_path, geometries.load("nano")), other_drafter(tmp_path, geometries.load("nano"))):
+        assert trouble is not None and trouble.code == errors.USAGE
+        assert str(tmp_path / "config.json") in trouble.cause
+
+
+def test_a_drafter_of_another_model(tmp_path: Path) -> None:
+    name, target = "qwen3.8-27b-dflash2", geometries.load("qwen3.8-27b")
+    folder = write(tmp_path / "drafter", of=name)
+    assert other_drafter(folder, target) is None
+
+    (folder / "config.json").write_text(json.dumps(config_of(name, hidden_size=4096, vocab_size=151_936)))
+    trouble = other_drafter(folder, replace(target, num_hidden_layers=48))
+    assert trouble is not None and trouble.code == errors.USAGE and "model.drafter" in trouble.fix
+    for part in ("hidden_size is 4096, and the model's 5120", "vocab_size is 151936", "target_layer_ids has [61]"):
+        assert part in trouble.cause

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import mmap
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +15,7 @@ from hyperqwen.errors import BadInputError, HyperqwenError, MissingError, Unsuit
 from hyperqwen.profiles.argv import ModelPaths
 from hyperqwen.profiles.cards import CARDS
 from hyperqwen.profiles.layers import resolve
+from hyperqwen.profiles.memory import Budget
 from hyperqwen.profiles.planner import make_plan
 from hyperqwen.profiles.profile import GIB, MIB, Profile, load, shipped
 from hyperqwen.runtime import ports, preflight
@@ -19,6 +23,7 @@ from hyperqwen.runtime.driver import CUDA, NVML, Driver, Finding, Survey
 from hyperqwen.runtime.gpu import Gpu, Process
 from hyperqwen.runtime.host import Host, Kind, Problem
 from hyperqwen.runtime.preflight import Item
+from tests.test_runtime_model_files import config_of
 from tests.test_runtime_model_files import write as write_model
 
 HOST = Host(
@@ -186,6 +191,13 @@ def test_the_card_to_plan_for() -> None:
     strange = preflight.card_of([replace(GPU, name="NVIDIA X1", total=20 * GIB, reserved=None, capability=(12, 1))])
     assert (strange.title, strange.sm, strange.total_bytes) == ("NVIDIA X1", 121, 20 * GIB)
 
+    laptop = replace(GPU, name="NVIDIA GeForce RTX 4090 Laptop GPU", total=16_376 * MIB, capability=(8, 9))
+    found = preflight.card_of([laptop])
+    assert (found.title, found.sm, found.total_bytes) == (laptop.name, 89, 16_376 * MIB - 318 * MIB)
+
+    server = replace(GPU, name="NVIDIA A100-SXM4-80GB", total=81_920 * MIB, reserved=600 * MIB, capability=(8, 0))
+    assert preflight.card_of([server]) == CARDS["a100-80"]
+
     smaller = replace(GPU, index=1, name="NVIDIA GeForce RTX 3060", total=12_288 * MIB)
     assert preflight.card_of([GPU, smaller]).name == "rtx3060", "the smallest decides"
 
@@ -210,6 +222,55 @@ def test_memory_that_another_program_holds_is_told_with_its_holder() -> None:
 
     names = [item.name for item in preflight.card_memory([GPU, replace(GPU, index=1)], planned, wsl2=False)]
     assert names == ["memory of card 0", "memory of card 1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "free", "wanted"),
+    [
+        ("B", {}, 22 * GIB, ["memory.utilization"]),
+        ("B", {}, 20 * GIB, ["memory.kv_cache_bytes", "memory.utilization"]),
+        # vLLM asks for little of the card: the pin alone is too large.
+        ("B", {"memory.utilization": "0.5"}, 20 * GIB, ["memory.kv_cache_bytes"]),
+        ("A", {}, 22 * GIB, ["memory.utilization"]),
+        ("D", {}, 21 * GIB, ["memory.utilization"]),
+    ],
+)
+def test_what_would_fit_into_what_is_free_is_named_and_fits(
+    name: str, flags: dict[str, str], free: int, wanted: list[str]
+) -> None:
+    def planned(**changes: str) -> Budget:
+        effective = resolve(name, flags=flags | {key.replace("__", "."): text for key, text in changes.items()})
+        found = make_plan(effective, models=Path("/models"), card=CARDS["rtx3090"])
+        assert found.budget is not None
+        return found.budget
+
+    budget = planned()
+    needed = preflight.planned_bytes(budget)
+    held = replace(GPU, free=free, processes=(Process(4711, "blender", 2 * GIB),))
+    (item,) = preflight.card_memory([held], needed, wsl2=False, budget=budget)
+    assert item.state == "fail" and "blender (process 4711)" in item.found
+    named = dict(re.findall(r"--([a-z-]+) ([0-9.]+)", str(item.fix)))
+    context = named.pop("context")
+    knobs = {"memory-kv-cache-bytes": "memory.kv_cache_bytes", "memory-utilization": "memory.utilization"}
+    assert [knobs[option] for option in named] == wanted
+
+    settings = {knobs[option].replace(".", "__"): text for option, text in named.items()}
+    less = planned(**settings, limits__context_tokens=context)
+    assert less.fits and preflight.planned_bytes(less) <= free
+    if int(context) < budget.load.context_tokens:
+        assert not planned(**settings, limits__context_tokens=str(int(context) + 1)).fits
+    assert free - preflight.planned_bytes(less) < 64 * MIB, "no more is given up than has to be"
+
+
+def test_where_no_pool_fits_those_who_hold_the_card_are_the_remedy() -> None:
+    budget = make_plan(resolve("B"), models=Path("/models"), card=CARDS["rtx3090"]).budget
+    assert budget is not None
+    held = replace(GPU, free=12 * GIB, processes=(Process(4711, "blender", 12 * GIB),))
+    (item,) = preflight.card_memory([held], preflight.planned_bytes(budget), wsl2=False, budget=budget)
+    assert "blender (process 4711)" in item.found
+    assert item.fix == "stop those, choose another card, since no pool of any size fits into what is free"
+    (windows,) = preflight.card_memory([held], preflight.planned_bytes(budget), wsl2=True, budget=budget)
+    assert "Task Manager" in str(windows.fix) and "no pool of any size fits" in str(windows.fix)
 
 
 def states(items: list[Item]) -> dict[str, str]:
@@ -245,6 +306,31 @@ def test_evicted_pages_need_room_in_dev_shm(tmp_path: Path) -> None:
     small = preflight.host_resources(wanted, replace(HOST, shm_free=GIB // 16), tmp_path)
     assert states(small)["/dev/shm"] == "fail" and any("size=17G" in str(item.fix) for item in small)
     assert states(preflight.host_resources(wanted, replace(HOST, shm_free=None), tmp_path))["/dev/shm"] == "fail"
+
+
+def test_evicted_pages_that_a_killed_engine_left_are_named_and_kept(tmp_path: Path) -> None:
+    stale, live, other = (tmp_path / name for name in ("vllm_offload_a b.mmap", "vllm_offload_c.mmap", "sem.x"))
+    for path in (stale, live, other):
+        path.write_bytes(b"x" * MIB)
+    with live.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert preflight.left_behind(tmp_path) == {stale: stale.stat().st_blocks * 512}
+        (item,) = [
+            item
+            for item in preflight.host_resources(profile(), HOST, tmp_path, shm=tmp_path)
+            if item.name == "/dev/shm"
+        ]
+    assert (item.state, item.fix) == ("warn", f"rm '{stale}'")
+    assert str(stale) in item.found and str(live) not in item.found and stale.exists()
+
+    full = preflight.host_resources(
+        profile(memory__offload_gib=16), replace(HOST, shm_free=GIB), tmp_path, shm=tmp_path
+    )
+    (item,) = [item for item in full if item.name == "/dev/shm"]
+    assert item.state == "fail" and str(item.fix).startswith(f"rm '{stale}' {live}; if that is not enough, mount")
+
+    stale.unlink()
+    live.unlink()
+    assert "/dev/shm" not in states(preflight.host_resources(profile(), HOST, tmp_path, shm=tmp_path))
 
 
 @pytest.mark.parametrize(("free", "expected"), [(100 * GIB, "ok"), (GIB, "warn"), (100 * MIB, "fail")])
@@ -303,26 +389,47 @@ def test_the_port() -> None:
 
 
 def test_the_models_folders(tmp_path: Path) -> None:
-    paths = ModelPaths(write_model(tmp_path / "model"), tmp_path / "drafter")
+    paths = ModelPaths(write_model(tmp_path / "model", of="qwen3.8-27b"), tmp_path / "drafter")
     items = preflight.model(profile(), paths)
     assert [(item.name, item.state) for item in items] == [("model", "ok"), ("drafter", "fail")]
     assert "2 shards" in items[0].found and items[1].code == errors.NOT_FOUND
 
-    write_model(tmp_path / "drafter", 0)
+    write_model(tmp_path / "drafter", 0, "qwen3.8-27b-dflash2")
     (tmp_path / "model" / "tokenizer.json").unlink()
     items = preflight.model(profile(), paths)
     assert [(item.name, item.state) for item in items] == [("model", "fail"), ("drafter", "ok")]
     assert items[0].found == f"{tmp_path / 'model'} has no tokenizer.json"
 
-    dummy = write_model(tmp_path / "dummy")
+    dummy = write_model(tmp_path / "dummy", of="qwen3.8-27b")
     for shard in dummy.glob("*.safetensors*"):
         shard.unlink()
     (item,) = preflight.model(profile(model__load_format="dummy"), ModelPaths(dummy))
     assert item.state == "ok" and "random" in item.found
 
 
+def test_a_folder_with_another_model_than_was_planned_for(tmp_path: Path) -> None:
+    # Whole folders, each of which the engine would load: nano as the model, and a drafter of another width.
+    paths = ModelPaths(write_model(tmp_path / "model", of="nano"), tmp_path / "drafter")
+    write_model(tmp_path / "drafter", 0, "qwen3.8-27b-dflash2")
+    items = preflight.model(profile(), paths)
+    assert [(item.name, item.state, item.code) for item in items if item.state == "fail"] == [
+        ("model", "fail", errors.USAGE)
+    ]
+    assert "hidden_size is 128, planned 5120" in items[0].found
+    with pytest.raises(BadInputError, match=r"is not of qwen3\.8-27b"):
+        preflight.refuse(items)
+    assert preflight.model(profile("demo"), ModelPaths(paths.model))[0].state == "ok"
+
+    config = config_of("qwen3.8-27b-dflash2", hidden_size=4096)
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    write_model(tmp_path / "model", of="qwen3.8-27b")
+    (_, drafter) = preflight.model(profile(), paths)
+    assert (drafter.state, drafter.code) == ("fail", errors.USAGE)
+    assert "its hidden_size is 4096, and the model's 5120" in drafter.found
+
+
 def test_a_model_without_a_draft_head_is_slower(tmp_path: Path) -> None:
-    paths = ModelPaths(write_model(tmp_path / "model"))
+    paths = ModelPaths(write_model(tmp_path / "model", of="qwen3.8-27b"))
     wanted = profile("D", speculation__draft_vocabulary=True)
     assert states(preflight.model(wanted, paths)) == {"model": "ok", "draft vocabulary": "warn"}
     assert states(preflight.model(profile("D", speculation__draft_vocabulary=False), paths)) == {"model": "ok"}

@@ -6,5 +6,6 @@
   };
 
   hardware.graphics.enable = true;
+  hardware.nvidia.open = true;
   services.xserver.videoDrivers = [ "nvidia" ];
 }

@@ -9,5 +9,6 @@
   };
 
   hardware.graphics.enable = true;
+  hardware.nvidia.open = true;
   services.xserver.videoDrivers = [ "nvidia" ];
 }

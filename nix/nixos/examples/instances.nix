@@ -23,5 +23,6 @@
   };
 
   hardware.graphics.enable = true;
+  hardware.nvidia.open = true;
   services.xserver.videoDrivers = lib.mkForce [ "nvidia" ];
 }

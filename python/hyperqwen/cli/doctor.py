@@ -276,9 +276,7 @@ class _Look:
 
     def _configuration(self) -> str:
         found = resolve(self.name, host_file=self.host_file, environ=self.environ, flags=self.flags)
-        if found.profile.device == "cpu" and self.parts is not None and self.parts.model is not None:
-            found = replace(found, profile=found.profile.with_values({"model.directory": str(self.parts.model)}))
-        self.effective = found
+        self.effective = found if self.parts is None else self.parts.with_own_model(found)
         self.name = found.profile.name
         layers = [str(source) for source in found.sources.values() if source.kind not in ("default", "profile")]
         counted = ", ".join(f"{layers.count(layer)} from {layer}" for layer in dict.fromkeys(layers))
@@ -336,7 +334,7 @@ class _Look:
             return
         planned = preflight.planned_bytes(self.plan.budget)
         ours = {record.engine_pid: record for record in self.servers if record.engine_pid is not None}
-        items = preflight.card_memory(self.cards, planned, wsl2=self.seen.host.wsl2)
+        items = preflight.card_memory(self.cards, planned, wsl2=self.seen.host.wsl2, budget=self.plan.budget)
         for card, item in zip(self.cards, items, strict=True):
             holder = _holder(card, ours) if item.state == "fail" else None
             if holder is None:

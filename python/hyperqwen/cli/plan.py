@@ -80,12 +80,17 @@ def command(
 ) -> None:
     """What the profile NAME takes of a card: weights, cache, states, graphs, margin; and what fits.
 
-    Needs no GPU: without --gpu or --vram it plans for the 24 GB card that the profiles are made for (rtx3090). `law`
+    Needs no GPU: without --gpu or --vram it plans for the card whose memory the --measured log tells, and else for the
+    24 GB card that the profiles are made for (rtx3090). `law`
     follows from the model's shape and vLLM's source; `estimate` was measured, and --json says where. Exit 0 when the
     profile can start, 2 when it is refused.
     """
     effective = resolve(name, host_file=host_file, environ=os.environ, flags=given_flags(context))
-    card = card_of(gpu, vram) or default_card(effective.profile.device)
+    seen = None if measured is None else read(measured)
+    card = card_of(gpu, vram)
+    if card is None and seen is not None and seen.total_bytes is not None and effective.profile.device == "cuda":
+        card = cards.of_log(seen.total_bytes)
+    card = card or default_card(effective.profile.device)
     plan = make_plan(
         effective,
         models=models_folder(os.environ, models),
@@ -94,9 +99,16 @@ def command(
         wsl=wsl,
     )
     rows: tuple[Row, ...] = ()
-    if measured is not None and plan.budget is not None:
-        rows = side_by_side(plan.budget, read(measured))
-        if not rows:
+    if seen is not None:
+        planned = plan.profile.limits.context_tokens
+        if seen.context_tokens not in (None, planned):
+            raise BadInputError(
+                f"the log {measured} is of a server with limits.context_tokens {seen.context_tokens}, and {planned} "
+                "are planned",
+                f"plan for the same: --context {seen.context_tokens}",
+            )
+        rows = () if plan.budget is None else side_by_side(plan.budget, seen)
+        if plan.budget is not None and not rows:
             raise BadInputError(f"the log {measured} says nothing of memory", "name the log of an engine that started")
     if as_json:
         beside = {"measured": [row.report() for row in rows]} if measured is not None else {}
@@ -117,8 +129,10 @@ def show(plan: Plan, console: Console) -> None:
     if plan.budget is not None and plan.card is not None:
         show_memory(plan, console)
     for notice in plan.notices:
-        colour = {"refuse": "red", "correct": "yellow", "warn": "yellow"}[notice.level]
-        console.print(f"[{colour}]{notice.level}[/{colour}] ", end="")
+        colour, word = {"refuse": ("red", "refused:"), "correct": ("yellow", "changed:"), "warn": ("yellow", "note:")}[
+            notice.level
+        ]
+        console.print(f"[{colour}]{word}[/{colour}] ", end="")
         console.print(str(notice).removeprefix(f"{notice.level}: "), markup=False, soft_wrap=True)
 
 
@@ -130,12 +144,18 @@ def show_memory(plan: Plan, console: Console) -> None:
     if budget is None or card is None:
         raise ValueError("a plan without a card has no memory to show")
     each = " each" if budget.load.cards > 1 else ""
-    console.print(f"{plan.geometry.name} on {card.title}, {mib(budget.load.card_bytes)} MiB{each}\n")
+    console.print(
+        f"{plan.geometry.name} on {card.title}, {mib(budget.load.card_bytes)} MiB{each}: {verdict(plan)}\n",
+        soft_wrap=True,
+    )
     table = Table(box=None, pad_edge=False)
     for column, right in (("", False), ("MiB", True), ("", False)):
         table.add_column(column, justify="right" if right else "left")
     for figure in budget.figures:
-        table.add_row(figure.title, mib(figure.bytes), "estimate" if figure.measured else "law")
+        kind = "estimate" if figure.measured else "law"
+        if figure.key == "kv_cache" and budget.load.kv_cache_bytes is not None:
+            kind = f"set ({plan.sources['memory.kv_cache_bytes']})"
+        table.add_row(figure.title, mib(max(0, figure.bytes)), kind)
     table.add_row("Margin", mib(budget.margin_bytes), "what is left of the card")
     if budget.host_bytes:
         table.add_row("Host memory", mib(budget.host_bytes), "pinned")
@@ -144,6 +164,13 @@ def show_memory(plan: Plan, console: Console) -> None:
     for what, value in memory_facts(budget):
         console.print(f"{what:18} {value}", soft_wrap=True)
     console.print()
+
+
+def verdict(plan: Plan) -> str:
+    """In a few words, whether `plan` can start and how long a request may be."""
+    if plan.refusals or plan.budget is None:
+        return "refused, see below"
+    return f"fits, with requests of up to {largest_context(plan.budget.load):,} tokens"
 
 
 def memory_facts(budget: Budget) -> list[tuple[str, str]]:

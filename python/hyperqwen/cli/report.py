@@ -133,6 +133,9 @@ def collect(
     if figures:
         data["measured.json"] = figures
     members = {name: bundle.as_json(value, scrubber) for name, value in data.items()}
+    # A service keeps no log file: what its engine says is the journal's.
+    if said := bundle.journal(lines, environ):
+        logs["journal.log"] = said
     members |= {f"logs/{name}": scrubber.log(text).encode() for name, text in logs.items()}
     if host_file is not None:
         try:

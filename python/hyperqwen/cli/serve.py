@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from hyperqwen.runtime import driver, folders, keys, measured, ports, preflight,
 from hyperqwen.runtime.environment import cuda_environment, engine_environment
 from hyperqwen.runtime.host import detect
 from hyperqwen.runtime.launch import Launch, Limit, Stopped, stop_signals
+from hyperqwen.runtime.measured import Measured
 from hyperqwen.runtime.notify import Notifier
 from hyperqwen.runtime.preflight import Item
 from hyperqwen.runtime.site import Site
@@ -106,7 +107,6 @@ def command(
 
     Every knob of the profile is an option, and a variable of the same name.
     """
-    started = time.monotonic()
     if math.isnan(wait):
         raise BadInputError("--wait is nan", "use seconds from 0 to 86400")
     if (gpu is not None or vram is not None) and not print_argv:
@@ -136,25 +136,27 @@ def command(
                 preflight.refuse(look.items)
                 return
             preflight.refuse(look.items)
-            start.serve(look, started)
+            start.serve(look)
     except Stopped as stopped:
         sys.exit(errors.OK if start.ready else 128 + stopped.signum)
 
 
 def _effective(context: click.Context, profile: str | None, host_file: Path | None, parts: Site | None) -> Effective:
-    chosen = profile or ("demo" if parts is not None and parts.engine == "cpu" else "B")
+    chosen = profile if profile is not None else "demo" if parts is not None and parts.engine == "cpu" else "B"
     found = resolve(chosen, host_file=host_file, environ=os.environ, flags=given_flags(context))
-    if parts is not None and parts.model is not None and not found.profile.model.directory:
-        # The engine for the CPU brings its model along.
-        return replace(found, profile=found.profile.with_values({"model.directory": str(parts.model)}))
-    return found
+    return found if parts is None else parts.with_own_model(found)
 
 
-def _compare(look: Look, log: Path | None, console: Console) -> None:
-    """Say what the engine measured of its memory beside what was planned, where its log is kept."""
-    if log is None or look.plan.budget is None:
+def _may_come(item: Item) -> bool:
+    """Whether what is missing may come by itself: not a value that is wrong, and not a driver that is not installed."""
+    return item.code == errors.UNSUITABLE and not item.searched and item.name.startswith(_MAY_COME)
+
+
+def _compare(look: Look, console: Console, seen: Measured) -> None:
+    """Say what the engine measured of its memory beside what was planned."""
+    if look.plan.budget is None:
         return
-    rows = measured.side_by_side(look.plan.budget, measured.read(log))
+    rows = measured.side_by_side(look.plan.budget, seen)
     for line in measured.lines(rows) if rows else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -231,17 +233,14 @@ class Start:
         while True:
             found = self._look_once()
             failing = [item for item in found.items if item.state == "fail"]
-            coming = [item for item in failing if item.name.startswith(_MAY_COME)]
-            if any(item.searched for item in failing):
-                # No driver is installed, and none will be by waiting.
-                coming = []
             left = deadline - time.monotonic()
-            if not coming or left <= 0:
+            # One thing that will not come by waiting, and waiting for the others is in vain.
+            if not failing or not all(map(_may_come, failing)) or left <= 0:
                 return found
-            said = f"waiting up to {left:.0f} s: {coming[0].name}: {coming[0].found.splitlines()[0]}"
+            said = f"waiting up to {left:.0f} s: {failing[0].name}: {failing[0].found.splitlines()[0]}"
             self.notifier.status(said, extend_seconds=left + _WAIT_SECONDS)
-            if coming[0].name != told:
-                told = coming[0].name
+            if failing[0].name != told:
+                told = failing[0].name
                 click.echo(said, err=True)
             time.sleep(min(_WAIT_SECONDS, max(0.05, left)))
 
@@ -263,7 +262,8 @@ class Start:
         plan.require_ok()
         profile = plan.profile
         if cards and plan.budget is not None:
-            items += preflight.card_memory(cards, preflight.planned_bytes(plan.budget), wsl2=host.wsl2)
+            planned = preflight.planned_bytes(plan.budget)
+            items += preflight.card_memory(cards, planned, wsl2=host.wsl2, budget=plan.budget)
         items += [preflight.key(profile, os.environ), preflight.port(profile)]
         items += preflight.model(profile, plan.paths)
         if wanted.device == "cuda":
@@ -273,8 +273,10 @@ class Start:
         items += preflight.host_resources(profile, host, cache, pinned=pinned)
         return Look(items, plan, cards, seen)
 
-    def serve(self, look: Look, started: float) -> None:
+    def serve(self, look: Look) -> None:
         """Say what is started, start it, and serve until a signal."""
+        # The engine's time begins here: what was waited for before is none of it.
+        started = time.monotonic()
         profile = look.plan.profile
         server = profile.server
         file = preflight.key_file(profile)
@@ -303,9 +305,13 @@ class Start:
                     shell_key=keys.shell_key(file),
                     drain=server.drain_seconds,
                     as_json=self.as_json,
-                    every=[*self._watchdog(), *_spill(look)],
+                    every=self._watchdog(),
                 )
-                self.launch.once_ready = lambda console: _compare(look, log, console)
+                spill = _spill(look)
+                if spill is not None:
+                    self.launch.before_ready = lambda seen: spill.settle(seen.held_bytes)
+                    self.launch.every.append(_telling(spill))
+                self.launch.once_ready = lambda console, seen: _compare(look, console, seen)
                 self._introduce(look, key)
                 self.launch.serve()
             finally:
@@ -386,10 +392,10 @@ class Start:
                 console.print(f"warning: {item.name}: {item.found}; {item.fix}", markup=False, soft_wrap=True)
 
 
-def _spill(look: Look) -> list[Callable[[Engine, Client, Console], None]]:
-    """On WSL2, a look now and then whether the cards' memory has gone to the host's."""
+def _spill(look: Look) -> SpillReport | None:
+    """On WSL2, what looks whether the cards' memory has gone to the host's."""
     if look.seen is None or not look.seen.host.wsl2 or look.plan.budget is None or look.seen.driver.nvml is None:
-        return []
+        return None
     from hyperqwen.runtime.gpu import Nvml
 
     library = look.seen.driver.nvml
@@ -399,11 +405,15 @@ def _spill(look: Look) -> list[Callable[[Engine, Client, Console], None]]:
             return [nvml.again(card) for card in cards]
 
     held = look.plan.budget.load.card_bytes - look.plan.budget.margin_bytes
-    spill = SpillReport(look.cards, held, again)
+    return SpillReport(look.cards, held, again)
+
+
+def _telling(spill: SpillReport) -> Callable[[Engine, Client, Console], None]:
+    """A look now and then while the server serves, and a line where something is new."""
 
     def watch(_engine: Engine, _client: Client, console: Console) -> None:
         said = spill.look()
         if said:
             console.print(f"hyperqwen: {said}", highlight=False, markup=False, soft_wrap=True)
 
-    return [watch]
+    return watch

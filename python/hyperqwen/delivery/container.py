@@ -166,8 +166,8 @@ def container(effective: Effective) -> Container:
         },
         mounts=_mounts(profile),
         key_file=_path("server.api_key_file", profile.server.api_key_file),
-        # NCCL talks through it where cards cannot reach each other.
-        shm_mib=1024 * (8 if profile.parallel.tensor > 1 else 1),
+        # NCCL talks through it where cards cannot reach each other; evicted pages come on top.
+        shm_mib=1024 * ((8 if profile.parallel.tensor > 1 else 1) + profile.memory.offload_gib),
         start_seconds=profile.server.start_seconds,
         drain_seconds=profile.server.drain_seconds,
         stop_seconds=stop_seconds(profile),

@@ -7,7 +7,9 @@ that the server would have had.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,18 @@ import click
 import tomlkit
 import tomlkit.exceptions
 
+from hyperqwen.delivery.options import OWN_OPTIONS
 from hyperqwen.delivery.unit import MODELS
 from hyperqwen.errors import BadInputError, HyperqwenError
 from hyperqwen.patches.files import write_atomic
 from hyperqwen.profiles.capabilities import CAPABILITIES
 from hyperqwen.profiles.layers import resolve
 from hyperqwen.profiles.planner import make_plan
+from hyperqwen.profiles.profile import knobs
+from hyperqwen.profiles.rules import refusal
+
+# A flag, the word after it where that may be its value, and whether another flag follows.
+_FLAG = re.compile(r"(?<![\w-])(?P<flag>--[a-z][a-z0-9-]*)(?: (?P<value>[\w.]*\w)(?P<more> (?=--))?)?")
 
 
 def render(settings: str, where: str) -> str:
@@ -59,12 +67,43 @@ def make(profile: str, settings: str, where: str, out: Path) -> None:
                 models=Path(MODELS),
                 capabilities=frozenset(CAPABILITIES),
             )
-            plan.require_ok()
+            refused = refusal(tuple(replace(notice, fix=in_settings(notice.fix, where)) for notice in plan.notices))
+            if refused is not None:
+                raise refused
         except BadInputError as error:
             # Whoever reads this wrote settings, and never sees the file.
             message = error.message.replace(f"host file {trial}", where).replace(str(trial), where)
             raise BadInputError(message, error.fix) from None
     write_atomic(out, text.encode())
+
+
+def in_settings(fix: str, where: str) -> str:
+    """`fix` with the knobs' flags as settings: --context 8192 as `where`.limits.context_tokens = 8192.
+
+    A knob that the NixOS module has an option of its own for is that option, beside the settings.
+    """
+    names = {flag: knob for knob in knobs() for flag in (knob.flag, f"--{knob.alias}" if knob.alias else knob.flag)}
+
+    def setting(match: re.Match[str]) -> str:
+        knob = names.get(match["flag"])
+        if knob is None:
+            return match[0]
+        own = OWN_OPTIONS.get(knob.path)
+        name = f"{where}.{knob.path}" if own is None else f"{where.removesuffix('settings')}{own}"
+        value = match["value"] or ""
+        if (_is_number(value) and knob.kind in ("int", "float", "choice or int")) or value in ("true", "false"):
+            said = f"{name} = {value}"
+        elif value in knob.choices:
+            said = f'{name} = "{value}"'
+        else:
+            return match[0].replace(match["flag"], name)
+        return f"{said} and " if match["more"] else said
+
+    return _FLAG.sub(setting, fix)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d+(?:\.\d+)?", text) is not None
 
 
 def _nulls(data: dict[str, Any], prefix: str = "") -> list[str]:

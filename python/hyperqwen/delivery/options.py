@@ -10,7 +10,6 @@ import json
 from typing import Any
 
 from hyperqwen.delivery.unit import (
-    CREDENTIAL,
     GPU_WAIT_SECONDS,
     MODELS,
     START_MARGIN_SECONDS,
@@ -20,6 +19,7 @@ from hyperqwen.delivery.unit import (
     service_config,
 )
 from hyperqwen.profiles.profile import Knob, Profile, knobs, load, sections, shipped
+from hyperqwen.runtime.keys import CREDENTIAL
 
 OPTIONS_FILE = "nix/nixos/options.json"
 SERVICE_FILE = "nix/nixos/service.json"

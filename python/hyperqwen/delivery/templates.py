@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hyperqwen.delivery import container, rootfs
+from hyperqwen.delivery.unit import TERMINATED
 
 
 def render(template: str, found: container.Container, **more: Any) -> str:
@@ -45,6 +46,7 @@ def render(template: str, found: container.Container, **more: Any) -> str:
         start_seconds=found.start_seconds,
         stop_seconds=found.stop_seconds,
         drain_seconds=found.drain_seconds,
+        terminated=TERMINATED,
         key_target=container.KEY_FILE,
         user=rootfs.USER,
         models=rootfs.MODELS,

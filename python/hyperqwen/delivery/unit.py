@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import signal
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,12 @@ from hyperqwen.errors import BadInputError, HyperqwenError
 from hyperqwen.patches.files import write_atomic
 from hyperqwen.profiles.layers import find, shown
 from hyperqwen.profiles.profile import Profile, knobs, load
+from hyperqwen.runtime.keys import CREDENTIAL, SERVICE_KEY
+from hyperqwen.runtime.ports import is_loopback_address
 
 Device = Literal["cuda", "cpu"]
 Value = bool | int | str | list[str]
 
-CREDENTIAL = "api-key"
-"""Name of the credential; the launcher reads $CREDENTIALS_DIRECTORY/api-key."""
-KEY = "/etc/hyperqwen/api-key"
 MODELS = "/var/lib/hyperqwen/models"
 """Where a service sees the prepared models, wherever the host has them."""
 
@@ -37,6 +37,9 @@ START_MARGIN_SECONDS = GPU_WAIT_SECONDS + 30
 """Seconds over the launcher's own limit, which says what was slow. The wait for the card has the same timeout."""
 STOP_MARGIN_SECONDS = 30
 """Seconds after the drain for the engine to end; what is left then is killed."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""The launcher's exit status for SIGTERM before it is ready."""
 
 WIDTH = 120
 # What systemd takes in a path without quotes, escapes and specifiers.
@@ -109,6 +112,9 @@ _LIFE = (
         "2 3 4 5",
         "Bad input, an unsuitable host, a missing file, wrong bytes: the next start would only say the same.",
     ),
+    Directive(
+        "SuccessExitStatus", TERMINATED, "What the launcher ends with when SIGTERM comes before READY: nothing failed."
+    ),
     Directive("KillMode", "mixed", "SIGTERM goes to the launcher alone, which lets running requests finish."),
     Directive("LimitNOFILE", 65536),
     Directive("LimitCORE", 0, "A core dump would hold prompts and the key."),
@@ -129,7 +135,10 @@ _SANDBOX = (
     Directive("PrivateMounts", True),
     Directive("PrivateTmp", True),
     Directive(
-        "PrivateUsers", True, "On: CUDA works in a user namespace, for the driver's nodes are open to every user."
+        "PrivateUsers",
+        True,
+        "On: CUDA works in a user namespace, for the driver's nodes are open to every user, or to the group that a "
+        "drop-in's SupplementaryGroups= names.",
     ),
     Directive("ProtectClock", True),
     Directive("ProtectControlGroups", True),
@@ -200,7 +209,7 @@ def service_config(
     *,
     program: str,
     changes: Mapping[str, Any] | None = None,
-    key: str | None = KEY,
+    key: str | None = SERVICE_KEY,
     models: str = MODELS,
     clients: Sequence[str] = (),
 ) -> Unit:
@@ -223,7 +232,7 @@ def service_config(
     profile = profile.with_values(changes)
     _check(profile, program, key, models, clients)
     flags = [word for knob in knobs() if knob.path in changes for word in (knob.flag, shown(knob, changes[knob.path]))]
-    command = " ".join(quoted(word) for word in [program, "--profile", profile.name, *flags])
+    command = " ".join(quoted(word) for word in [program, "--profile", profile.name, "--verbose", *flags])
     unit = Unit(
         f"hyperqwen-{profile.name}.service",
         {
@@ -253,11 +262,11 @@ def quoted(word: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` is for this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    """Whether a server that listens on `host` is for its own machine alone.
+
+    localhost is taken at its word: the unit is written for another machine, whose launcher resolves the name.
+    """
+    return host == "localhost" or is_loopback_address(host)
 
 
 def _unit(profile: Profile, key: str | None, models: str) -> Iterator[Directive]:
@@ -296,7 +305,11 @@ def _service(
             "Waits for /dev/nvidia-uvm and a free card. Its failure is ignored: the start below finds the same, and a "
             "restart is decided on the exit status of the main process alone.",
         )
-    yield Directive("ExecStart", command)
+    yield Directive(
+        "ExecStart",
+        command,
+        "--verbose: what the engine says is the journal's to keep and to bound, not a file's that only root finds.",
+    )
     yield from _LIFE
     yield Directive(
         "TimeoutStartSec",

@@ -9,12 +9,14 @@ process, and a third time where it inspects the model's class. There, nothing ke
 server that has imported everything: no CUDA context exists and no thread runs yet. That is a start in about 12 s of
 processor time instead of about 30 s, and the pages that both processes share are not paid for twice.
 
-Two environment variables, both optional and both set by `hyperqwen.runtime.engine`:
+Three environment variables, all optional and all set by `hyperqwen.runtime.engine`:
 
 HYPERQWEN_LISTEN_FD
     Number of an inherited listening socket, so that a port in use is found out before anything is started.
 HYPERQWEN_STATUS_FD
     Number of an inherited pipe that gets one line for each stage that begins: `import`, `configure`, `load`, `serve`.
+HYPERQWEN_LAUNCHER_PID
+    Number of the process that started this one, and whose end is this one's, too.
 """
 
 from __future__ import annotations
@@ -83,9 +85,25 @@ def architectures(model: Path) -> list[str]:
     return [name for name in named or [] if isinstance(name, str)]
 
 
-def _die_with_parent(signum: int) -> None:
-    """Ask the kernel for `signum` when the parent ends, however it ends, so that no engine is left behind."""
+def die_with_parent(signum: int, parent: int | None = None) -> None:
+    """Ask the kernel for `signum` when the parent ends, however it ends, so that no engine is left behind.
+
+    The kernel tells nothing of one that has ended before: where `parent` is given and somebody else has taken its
+    place, the signal comes at once.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def launcher(environ: Mapping[str, str]) -> int | None:
+    """The process that HYPERQWEN_LAUNCHER_PID names; raises ValueError for what is no number of one."""
+    text = environ.get("HYPERQWEN_LAUNCHER_PID")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"HYPERQWEN_LAUNCHER_PID is {text!r}, must be the number of a process")
+    return int(text)
 
 
 def _register_in_process(model: Path) -> None:
@@ -146,13 +164,19 @@ async def _serve(args: Any, listener: socket.socket | None, status: Status) -> N
     if cpu:
         _prepare_fork()
 
+    parent = os.getpid()
+
+    def note_parent() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
     def in_engine() -> None:
-        _die_with_parent(signal.SIGKILL)
+        die_with_parent(signal.SIGKILL, parent)
         # The port must be free as soon as the server is gone.
         listener.close()
         status.close()
 
-    os.register_at_fork(after_in_child=in_engine)
+    os.register_at_fork(before=note_parent, after_in_child=in_engine)
     status.begin("load")
     client = AsyncLLM.from_vllm_config(
         vllm_config=config,
@@ -182,7 +206,7 @@ def main() -> None:
     listen_fd = inherited_fd(os.environ, "HYPERQWEN_LISTEN_FD")
     listener = None if listen_fd is None else socket.socket(fileno=listen_fd)
     if listener is not None:
-        _die_with_parent(signal.SIGTERM)
+        die_with_parent(signal.SIGTERM, launcher(os.environ))
 
     status.begin("import")
     # The imports make a million objects that live on: the collector would walk them many times over and free none.

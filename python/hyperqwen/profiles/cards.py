@@ -13,9 +13,9 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 EVIDENCE = {
-    "reference": "the profiles were measured on it (upstream facts 4 and 9)",
-    "field": "users ran the original on it (upstream facts 9.3)",
-    "run here": "vLLM 0.31.0 ran this geometry on it (gpu-h200.md)",
+    "reference": "HyperQwen published the profiles' figures for it",
+    "field": "users of HyperQwen ran it there",
+    "run here": "vLLM 0.31.0 ran this geometry on it with random weights",
     "none": "no report of this model on it is known",
 }
 
@@ -62,6 +62,11 @@ class Card:
         named = next((card for card in CARDS.values() if _NOMINAL[card.name] == gib), None)
         total = named.total_bytes if named else int(gib * GIB * 0.965)
         return cls(f"{gib:g}gib", f"a card of {gib:g} GiB", sm, total)
+
+
+def of_log(total_bytes: int, sm: int = 86) -> Card:
+    """The card that an engine's log is of: its memory, which is all that the log says, to 0.01 GiB."""
+    return Card("log", "the card of the log", sm, total_bytes)
 
 
 def _estimated(name: str, title: str, sm: int, gib: float, evidence: str = "none") -> Card:
@@ -114,18 +119,33 @@ _ALIASES = {
     "rtx4060ti": "rtx4060ti16",
     "pro6000": "rtxpro6000",
     "rtx4090d": "rtx4090d48",
+    "a100-sxm4-40gb": "a100-40",
+    "a100-pcie-40gb": "a100-40",
+    "a100-sxm4-80gb": "a100-80",
+    "a100-pcie-80gb": "a100-80",
+    "a100 80gb pcie": "a100-80",
+    "h100 80gb hbm3": "h100",
+    "h100 pcie": "h100",
+    "h200 nvl": "h200",
+    "rtx 6000 ada generation": "rtx6000ada",
+    "rtx pro 6000 blackwell workstation edition": "rtxpro6000",
+    "rtx pro 6000 blackwell server edition": "rtxpro6000",
+    "rtx pro 6000 blackwell max-q workstation edition": "rtxpro6000",
 }
 
 
 def find(text: str) -> Card:
-    """The card of that name, however it is written: "rtx3090", "RTX 3090", "3090", "NVIDIA GeForce RTX 3090".
+    """The card of that name, however it is written: "rtx3090", "RTX 3090", "3090", "NVIDIA A100-SXM4-80GB".
+
+    A laptop's card is another than that of its name, with less memory, and none of the table.
 
     Raises BadInputError with the nearest name.
     """
     wanted = _plain(text)
     if wanted in _BY_TEXT:
         return CARDS[_BY_TEXT[wanted]]
-    close = difflib.get_close_matches(wanted, list(_BY_TEXT), n=1, cutoff=0.5)
+    # "Did you mean rtx4090?" would be answered with yes, and plan for memory that is not there.
+    close = [] if "laptop" in wanted else difflib.get_close_matches(wanted, list(_BY_TEXT), n=1, cutoff=0.5)
     known = ", ".join(CARDS)
     raise BadInputError(
         f"--gpu {text!r} is no card that is known here",

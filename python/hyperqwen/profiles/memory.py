@@ -68,10 +68,10 @@ VERIFY_SEGMENTS = 16
 VERIFY_FALLBACK_REQUESTS = 256
 VERIFY_QUERY_ROWS = 64
 """Split-KV verification: parts that a sequence is split into, requests that its scratch is sized for unless it knows
-better, and query rows that one tile holds (upstream facts 4.3 and 6.1)."""
+better, and query rows that one tile holds; as HyperQwen has them."""
 
 MATERIALIZE_TOKENS = 262_144
-"""Most tokens that KVarN's prefill unpacks to 16 bits at once (upstream facts 6.3)."""
+"""Most tokens that KVarN's prefill unpacks to 16 bits at once, as HyperQwen has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ def token_layer_bytes(cache_dtype: CacheType, heads: int, head_dim: int) -> int:
 
     16-bit and fp8: AttentionSpec.unpadded_page_size_bytes. Per token and head: a float32 scale beside keys and beside
     values (TritonAttentionBackend.customize_spec). KVarN: a tile of 128 tokens and one head holds packed keys, their
-    scales (2D+128 halves), packed values, theirs (D+256 halves) (upstream facts 6.3).
+    scales (2D+128 halves), packed values, theirs (D+256 halves), as HyperQwen lays it out.
     """
     if cache_dtype == "bfloat16":
         return heads * 2 * head_dim * 2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hyperqwen import share
-from hyperqwen.errors import BadInputError, MissingError
+from hyperqwen.errors import BadInputError, HyperqwenError, MissingError
 from hyperqwen.prepare import geometry as geometries
 from hyperqwen.prepare.geometry import Drafter, Geometry
 from hyperqwen.prepare.weights import SCHEMES
@@ -23,6 +25,9 @@ from hyperqwen.profiles.profile import Profile
 from hyperqwen.profiles.rules import Context, Notice
 
 MODELS = "HYPERQWEN_MODELS"
+
+_SPARE = 4 * memory.GIB
+"""Bytes; what a pool leaves of the very card that it was made for is less."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ def make_plan(
     Args:
         models: folder with the prepared models, where the profile names none.
         card: None plans without memory.
-        geometry, drafter: else those that the profile's model has in prepare/models.
+        geometry: else the one that the profile's model has in prepare/models.
+        drafter: else the one in the profile's folder, and without such a folder the one in prepare/models.
         capabilities: of the engine; else those of this package's own patch series.
 
     Raises MissingError for a model without a geometry. Everything that is wrong with the profile itself is a notice.
@@ -96,10 +102,12 @@ def make_plan(
     if capabilities is None:
         capabilities = provided(share.folder("patches"))
     geometry = geometry or geometries.load(effective.profile.model.name)
-    drafter = drafter or _published_drafter(effective.profile.model.name)
+    quantized = True
+    if drafter is None:
+        drafter, quantized = _drafter(effective.profile, models)
 
     def loaded(profile: Profile) -> Load:
-        return load_of(profile, geometry, drafter, card, capabilities, wsl)
+        return load_of(profile, geometry, drafter, card, capabilities, wsl, drafter_quantized=quantized)
 
     context = Context(
         geometry=geometry,
@@ -108,6 +116,7 @@ def make_plan(
         wsl=wsl,
         sources=effective.sources,
         drafter=drafter,
+        drafter_quantized=quantized,
         block_tokens=lambda profile: memory.cut_pool(loaded(profile)).block_tokens,
         working_set=lambda profile: _working_set(loaded(profile)),
     )
@@ -116,7 +125,7 @@ def make_plan(
     if card is not None and not any(notice.field == "parallel.tensor" for notice in notices if notice.new is not None):
         load = loaded(profile)
         budget = memory.budget(load)
-        notices = (*_unfit(profile, budget), *notices)
+        notices = (*_unfit(profile, budget), *notices, *_unused(effective, budget))
     expandable, _ = rules.expandable_segments(profile, context)
     paths = model_paths(profile, models)
     return Plan(
@@ -140,13 +149,17 @@ def load_of(
     card: Card | None,
     capabilities: frozenset[str],
     wsl: bool = False,
+    *,
+    drafter_quantized: bool = True,
 ) -> Load:
     """`profile` as the memory law takes it."""
-    method = profile.speculation.method
+    # A drafter of no tokens is refused by a rule, which asks for the load of what it refuses.
+    method = profile.speculation.method if profile.speculation.tokens else "off"
     cpu = profile.device == "cpu"
+    scheme = SCHEMES["bf16" if cpu else profile.model.variant]
     return Load(
         geometry=geometry,
-        scheme=SCHEMES["bf16" if cpu else profile.model.variant],
+        scheme=scheme if drafter_quantized else replace(scheme, drafter=16),
         drafter=drafter if method == "dflash2" else "mtp" if method == "mtp" else None,
         draft_tokens=profile.speculation.tokens if method != "off" else 0,
         context_tokens=profile.limits.context_tokens,
@@ -236,6 +249,19 @@ def budget_report(budget: Budget) -> dict[str, Any]:
     }
 
 
+def _drafter(profile: Profile, models: Path) -> tuple[Drafter | None, bool]:
+    """The drafter that `profile` would load, and whether its weights are in 4 bits."""
+    folder = model_paths(profile, models).drafter
+    if folder is not None:
+        # What is absent, torn or no drafter's is for the look before a start to report.
+        with suppress(HyperqwenError, OSError, ValueError, TypeError, AttributeError):
+            config = folder / "config.json"
+            content = json.loads(config.read_text(encoding="utf-8"))
+            found = geometries.drafter_from_config(content, folder.name, str(config))
+            return found, content.get("quantization_config") is not None
+    return _published_drafter(profile.model.name), True
+
+
 def _published_drafter(model: str) -> Drafter | None:
     try:
         return geometries.load_drafter(f"{model}-dflash2")
@@ -256,7 +282,11 @@ def _unfit(profile: Profile, budget: Budget) -> tuple[Notice, ...]:
     said = "; ".join(budget.problems)
     context = memory.largest_context(load, profile.limits.context_tokens)
     if context >= 16:
-        return (_memory("limits.context_tokens", load.context_tokens, said, f"use --context {context}", context),)
+        fix = f"use --context {context}"
+        left = replace(load, kv_cache_bytes=None)
+        if load.kv_cache_bytes is not None and memory.fits(left):
+            fix += f", or --memory-kv-cache-bytes 0: this card has room for {memory.largest_context(left):,} tokens"
+        return (_memory("limits.context_tokens", load.context_tokens, said, fix, context),)
     if load.kv_cache_bytes is not None:
         left = replace(load, kv_cache_bytes=None)
         if memory.fits(left):
@@ -267,8 +297,29 @@ def _unfit(profile: Profile, budget: Budget) -> tuple[Notice, ...]:
         if context >= 16:
             fix = f"use --memory-kv-cache-bytes 0 --context {context}"
             return (_memory("memory.kv_cache_bytes", load.kv_cache_bytes, said, fix, 0),)
+    higher = next((step / 100 for step in range(1, 98) if memory.fits(replace(load, utilization=step / 100))), None)
+    if higher is not None:
+        fix = f"use --memory-utilization {higher:g} or more"
+        return (_memory("memory.utilization", load.utilization, said, fix, higher),)
     fix = "use a larger card, more cards (--parallel-tensor 2), or a smaller model"
     return (_memory("model.name", load.geometry.name, said, fix, None),)
+
+
+def _unused(effective: Effective, budget: Budget) -> tuple[Notice, ...]:
+    """That a pool which the profile sets for its own card leaves most of a larger one unused."""
+    load, field = budget.load, "memory.kv_cache_bytes"
+    left = replace(load, kv_cache_bytes=None)
+    if load.kv_cache_bytes is None or effective.sources[field].kind != "profile" or budget.margin_bytes < _SPARE:
+        return ()
+    larger = memory.budget(left)
+    if not (budget.fits and larger.fits):
+        return ()
+    why = (
+        f"{field} is {load.kv_cache_bytes} (profile {effective.profile.name}), which is made for another card: "
+        f"{budget.margin_bytes // memory.MIB:,} MiB of this one stay unused"
+    )
+    fix = f"--memory-kv-cache-bytes 0 makes the pool {larger.pool_tokens:,} tokens instead of {budget.pool_tokens:,}"
+    return (Notice("warn", "pool-below-card", field, load.kv_cache_bytes, why, fix, 0),)
 
 
 def _memory(field: str, value: Any, said: str, fix: str, new: Any) -> Notice:

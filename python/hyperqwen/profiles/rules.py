@@ -186,7 +186,7 @@ def refusal(notices: tuple[Notice, ...]) -> BadInputError | None:
 
 
 def expandable_segments(profile: Profile, context: Context) -> tuple[bool, str]:
-    """Whether PyTorch's allocator may use expandable segments, and why (facts 4.4 and 10).
+    """Whether PyTorch's allocator may use expandable segments, and why.
 
     They keep memory whole where a card is nearly full; where they fail, they fail at start.
     """
@@ -447,14 +447,14 @@ def _int8_capability(profile: Profile, context: Context) -> Iterator[_Found]:
     "draft-off",
     "correct",
     row="without a drafter there are no drafts: their tokens would only take state pages",
-    source="facts 1.5",
+    source="HyperQwen",
 )
 def _draft_off(profile: Profile, context: Context) -> Iterator[_Found]:
     if not _drafts(profile) and profile.speculation.tokens:
         yield _correct("speculation.tokens", 0, "speculation.method is off")
 
 
-@_rule("draft-tokens", "refuse", row="a drafter with drafts of 0 tokens is refused by vLLM", source="facts 4.2")
+@_rule("draft-tokens", "refuse", row="a drafter with drafts of 0 tokens is refused by vLLM", source="HyperQwen")
 def _draft_tokens(profile: Profile, context: Context) -> Iterator[_Found]:
     spec = profile.speculation
     if _drafts(profile) and spec.tokens == 0:
@@ -472,7 +472,7 @@ def _draft_tokens(profile: Profile, context: Context) -> Iterator[_Found]:
     "lookup-method",
     "correct",
     row="lookup, adaptive blocks and chains belong to the DFlash2 drafter; other methods have none of them",
-    source="facts 7.3, 7.4",
+    source="HyperQwen",
 )
 def _lookup_method(profile: Profile, context: Context) -> Iterator[_Found]:
     spec = profile.speculation
@@ -487,7 +487,7 @@ def _lookup_method(profile: Profile, context: Context) -> Iterator[_Found]:
     "draft-block",
     "correct",
     row="the DFlash2 drafter proposes 7 tokens; only lookup fills the positions behind them",
-    source="facts 7.3",
+    source="HyperQwen",
 )
 def _draft_block(profile: Profile, context: Context) -> Iterator[_Found]:
     if _long_draft(profile, context) and not profile.speculation.lookup:
@@ -502,7 +502,7 @@ def _draft_block(profile: Profile, context: Context) -> Iterator[_Found]:
     "adaptive-needs",
     "correct",
     row="an adaptive block switches between 7 and more tokens: it needs lookup and k > 7",
-    source="facts 7.3",
+    source="HyperQwen",
 )
 def _adaptive_needs(profile: Profile, context: Context) -> Iterator[_Found]:
     spec = profile.speculation
@@ -518,7 +518,7 @@ def _adaptive_needs(profile: Profile, context: Context) -> Iterator[_Found]:
     "chains-needs",
     "correct",
     row="chains draft from the history that lookup keeps, and vLLM's multimodal path has none",
-    source="facts 7.4",
+    source="HyperQwen",
 )
 def _chains_needs(profile: Profile, context: Context) -> Iterator[_Found]:
     spec = profile.speculation
@@ -535,7 +535,7 @@ def _chains_needs(profile: Profile, context: Context) -> Iterator[_Found]:
     "correct",
     row="k > 7 with asynchronous scheduling: the shorter draft that is asked for is ignored, "
     "and the adaptive block is dead without a word",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _async_long_draft(profile: Profile, context: Context) -> Iterator[_Found]:
     if _long_draft(profile, context) and profile.scheduler.asynchronous:
@@ -557,7 +557,7 @@ def _async_ngram(profile: Profile, context: Context) -> Iterator[_Found]:
     "float16-drafts",
     "refuse",
     row="float16 with any drafter: a Triton kernel does not compile, it is written for bfloat16",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _float16_drafts(profile: Profile, context: Context) -> Iterator[_Found]:
     if profile.model.dtype == "float16" and _drafts(profile):
@@ -573,7 +573,7 @@ def _float16_drafts(profile: Profile, context: Context) -> Iterator[_Found]:
     "greedy-drafts",
     "warn",
     row="greedy drafts count as certain for sampled requests: acceptance drops by 16 %",
-    source="facts 7.2",
+    source="HyperQwen",
 )
 def _greedy_drafts(profile: Profile, context: Context) -> Iterator[_Found]:
     spec = profile.speculation
@@ -585,17 +585,38 @@ def _greedy_drafts(profile: Profile, context: Context) -> Iterator[_Found]:
         )
 
 
-@_rule("mtp-tokens", "warn", row="MTP drafts of more than 4 tokens are slower than of 4", source="facts 7.5")
+@_rule("mtp-tokens", "warn", row="MTP drafts of more than 4 tokens are slower than of 4", source="HyperQwen")
 def _mtp_tokens(profile: Profile, context: Context) -> Iterator[_Found]:
     if profile.speculation.method == "mtp" and profile.speculation.tokens > 4:
         yield _warn("speculation.tokens", "each MTP draft is a pass of its own, and 4 are fastest", new=4)
 
 
 @_rule(
+    "mtp-4-fp8",
+    "warn",
+    row="MTP drafts of 4 over an fp8 cache that FlashInfer reads ended in an illegal memory access when a request "
+    "ended beside another; on vLLM 0.31 it was not shown to be gone",
+    source="HyperQwen, vLLM 0.27 and 0.28",
+    needs=("card",),
+)
+def _mtp_4_fp8(profile: Profile, context: Context) -> Iterator[_Found]:
+    assert context.card is not None
+    spec, backend = profile.speculation, profile.attention.backend
+    if spec.method != "mtp" or spec.tokens < 4 or profile.cache.dtype != "fp8":
+        return
+    if backend == "FLASHINFER" or (backend == "auto" and context.card.sm < 90):
+        yield _warn(
+            "speculation.tokens",
+            "with an fp8 cache, vLLM 0.27 and 0.28 ended in an illegal memory access, and 0.31 was not shown not to",
+            new=3,
+        )
+
+
+@_rule(
     "sm80-drafts",
     "warn",
     row="drafts of any kind on sm80 can end in a memory fault; the cause is open",
-    source="facts 12 (35)",
+    source="HyperQwen",
     needs=("card",),
 )
 def _sm80_drafts(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -604,6 +625,42 @@ def _sm80_drafts(profile: Profile, context: Context) -> Iterator[_Found]:
         yield _warn(
             "speculation.method", "drafts on sm80 can end in a memory fault whose cause is not known", new="off"
         )
+
+
+@_rule(
+    "drafter-shape",
+    "refuse",
+    row="a DFlash2 drafter reads the model's hidden states and speaks through its embedding: widths and vocabulary "
+    "have to be the model's",
+    source="vLLM 0.31.0",
+    needs=("geometry", "drafter"),
+)
+def _drafter_shape(profile: Profile, context: Context) -> Iterator[_Found]:
+    assert context.geometry is not None and context.drafter is not None
+    if profile.speculation.method != "dflash2":
+        return
+    wrong = unlike_target(context.drafter, context.geometry)
+    if wrong:
+        new = "mtp" if context.geometry.mtp_num_hidden_layers else "off"
+        yield _refuse(
+            "speculation.method",
+            f"the drafter {context.drafter.name} is not one of {context.geometry.name}: {'; '.join(wrong)}",
+            new=new,
+            fix=f"use --speculation-method {new}, or name a drafter of this model: --model-drafter",
+        )
+
+
+def unlike_target(drafter: Drafter, target: Geometry) -> list[str]:
+    """What of `drafter` keeps it from drafting for `target`; nothing for one that can."""
+    wrong = [
+        f"its {field} is {getattr(drafter, field)}, and the model's {getattr(target, field)}"
+        for field in ("hidden_size", "vocab_size")
+        if getattr(drafter, field) != getattr(target, field)
+    ]
+    beyond = [layer for layer in drafter.target_layer_ids if layer >= target.num_hidden_layers]
+    if beyond:
+        wrong.append(f"its target_layer_ids has {beyond}, and the model has {target.num_hidden_layers} layers")
+    return wrong
 
 
 # Caches and the kernels that read them.
@@ -634,7 +691,7 @@ def _sm75(profile: Profile, context: Context) -> Iterator[_Found]:
     "refuse",
     "correct",
     row="a KVarN cache and the KVARN backend go together, and neither with anything else",
-    source="facts 4.2, 6.3",
+    source="HyperQwen",
 )
 def _kvarn_backend(profile: Profile, context: Context) -> Iterator[_Found]:
     backend, dtype = profile.attention.backend, profile.cache.dtype
@@ -655,7 +712,7 @@ def _kvarn_backend(profile: Profile, context: Context) -> Iterator[_Found]:
     "per-token-head-backend",
     "refuse",
     row="int8_per_token_head and int4_per_token_head caches are read by TRITON_ATTN alone",
-    source="facts 4.2, vLLM 0.31.0",
+    source="HyperQwen, vLLM 0.31.0",
 )
 def _per_token_head_backend(profile: Profile, context: Context) -> Iterator[_Found]:
     backend, dtype = profile.attention.backend, profile.cache.dtype
@@ -667,7 +724,7 @@ def _per_token_head_backend(profile: Profile, context: Context) -> Iterator[_Fou
     "fp8-backend",
     "refuse",
     row="fp8 keys and values on sm86: FlashInfer alone reads them (FLASH_ATTN from sm90, TRITON_ATTN from sm89)",
-    source="facts 4.4, vLLM 0.31.0",
+    source="HyperQwen, vLLM 0.31.0",
     needs=("card",),
 )
 def _fp8_backend(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -694,7 +751,7 @@ def _fp8_backend(profile: Profile, context: Context) -> Iterator[_Found]:
     "int8-fp8-triton",
     "warn",
     row="int8 activations with fp8 keys and values through TRITON_ATTN are slow",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _int8_fp8_triton(profile: Profile, context: Context) -> Iterator[_Found]:
     fp8_triton = profile.cache.dtype == "fp8" and profile.attention.backend == "TRITON_ATTN"
@@ -716,7 +773,7 @@ _SPLIT_KV = {
     "split-kv-scope",
     "correct",
     row="the split kernel verifies bfloat16 under FLASH_ATTN, int8 and fp8 under TRITON_ATTN; its scratch is dead else",
-    source="facts 4.3, 5, 6.1",
+    source="HyperQwen",
 )
 def _split_kv_scope(profile: Profile, context: Context) -> Iterator[_Found]:
     backend, dtype = profile.attention.backend, profile.cache.dtype
@@ -736,7 +793,7 @@ def _split_kv_scope(profile: Profile, context: Context) -> Iterator[_Found]:
     "int8-prefill-scope",
     "correct",
     row="the int8 prefill kernel is for 24 query and 4 KV heads of 256, bfloat16 keys, FLASH_ATTN and one card",
-    source="facts 6.2",
+    source="HyperQwen",
 )
 def _int8_prefill_scope(profile: Profile, context: Context) -> Iterator[_Found]:
     if profile.attention.prefill != "int8":
@@ -778,7 +835,7 @@ def _prefix_settings(profile: Profile, context: Context) -> Iterator[_Found]:
     "kvarn-match-unit",
     "correct",
     row="a KVarN cache with matches that are not on its tiles of 128 tokens is corrupted",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _kvarn_match_unit(profile: Profile, context: Context) -> Iterator[_Found]:
     if _kvarn(profile) and profile.cache.prefix and profile.cache.match_unit != TILE:
@@ -806,7 +863,7 @@ def _match_unit_block(profile: Profile, context: Context) -> Iterator[_Found]:
     "retention-block",
     "correct",
     row="vLLM refuses a retention that is not a multiple of the block; the next one up is taken",
-    source="facts 4.2, vLLM 0.31.0",
+    source="HyperQwen, vLLM 0.31.0",
     needs=("block_tokens",),
 )
 def _retention_block(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -826,7 +883,7 @@ def _retention_block(profile: Profile, context: Context) -> Iterator[_Found]:
     "correct",
     row="k > 7 with KVarN and a prefix cache: a block that changes its length corrupts the second turn "
     "(38 of 793 tokens verbatim, 794 of 794 with a fixed one)",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _kvarn_adaptive(profile: Profile, context: Context) -> Iterator[_Found]:
     if _kvarn(profile) and profile.cache.prefix and _long_draft(profile, context) and profile.speculation.adaptive:
@@ -841,7 +898,7 @@ def _kvarn_adaptive(profile: Profile, context: Context) -> Iterator[_Found]:
     "kvarn-mtp-graphs",
     "correct",
     row="MTP with KVarN under full graphs: after a cache hit one prompt length in 128 breaks",
-    source="facts 4.4, 4.2",
+    source="HyperQwen",
 )
 def _kvarn_mtp_graphs(profile: Profile, context: Context) -> Iterator[_Found]:
     mode = profile.graphs.mode
@@ -857,7 +914,7 @@ def _kvarn_mtp_graphs(profile: Profile, context: Context) -> Iterator[_Found]:
     "kvarn-mtp-logprobs",
     "warn",
     row="MTP with KVarN and a prefix cache: prompt_logprobs are wrong (+23 % perplexity, NaN)",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _kvarn_mtp_logprobs(profile: Profile, context: Context) -> Iterator[_Found]:
     if _kvarn(profile) and profile.speculation.method == "mtp" and profile.cache.prefix:
@@ -873,7 +930,7 @@ def _kvarn_mtp_logprobs(profile: Profile, context: Context) -> Iterator[_Found]:
     "kvarn-slots",
     "warn",
     row="KVarN with drafts and more than 12 slots dies at the first prompt (24 GB)",
-    source="facts 4.4, 4.3",
+    source="HyperQwen",
 )
 def _kvarn_slots(profile: Profile, context: Context) -> Iterator[_Found]:
     if _kvarn(profile) and _drafts(profile) and profile.limits.concurrent_requests > 12 and _small(context):
@@ -888,7 +945,7 @@ def _kvarn_slots(profile: Profile, context: Context) -> Iterator[_Found]:
     "kvarn-long-draft",
     "refuse",
     row="KVarN with drafts of 15 at 245760 tokens needs 5.16 GiB of a pool of 4.90: 221184 fit",
-    source="facts 4.4, 4.2",
+    source="HyperQwen",
 )
 def _kvarn_long_draft(profile: Profile, context: Context) -> Iterator[_Found]:
     pool = profile.memory.kv_cache_bytes
@@ -913,7 +970,7 @@ def _kvarn_long_draft(profile: Profile, context: Context) -> Iterator[_Found]:
     "capture",
     "correct",
     row="graphs of batches above 64 tokens (k = 15 with 8 slots: 128) end the engine at the first full batch",
-    source="facts 4.4, 11 (40)",
+    source="HyperQwen",
 )
 def _capture(profile: Profile, context: Context) -> Iterator[_Found]:
     if not _drafts(profile) or profile.graphs.mode == "off":
@@ -955,7 +1012,7 @@ def _batched_slots(profile: Profile, context: Context) -> Iterator[_Found]:
     "pool-cards",
     "correct",
     row="a pinned pool with several cards strands memory, as each card gets that pin (137,210 of 302,223 tokens)",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _pool_cards(profile: Profile, context: Context) -> Iterator[_Found]:
     if profile.parallel.tensor > 1 and profile.memory.kv_cache_bytes:
@@ -970,7 +1027,7 @@ def _pool_cards(profile: Profile, context: Context) -> Iterator[_Found]:
     "pool-above-stock",
     "warn",
     row="a pool above the shipped profile's: out of memory later on Linux, 5 to 10 times slower on WSL2 (24 GB)",
-    source="facts 4.4, 4.3",
+    source="HyperQwen",
 )
 def _pool_above_stock(profile: Profile, context: Context) -> Iterator[_Found]:
     pool, stock = profile.memory.kv_cache_bytes, _stock_pool(profile)
@@ -987,7 +1044,7 @@ def _pool_above_stock(profile: Profile, context: Context) -> Iterator[_Found]:
     "utilization",
     "warn",
     row="utilization above 0.94 in batches or 0.93 with drafts: steps that vLLM does not measure run out (24 GB)",
-    source="facts 4.3, 11 (5)",
+    source="HyperQwen",
 )
 def _utilization(profile: Profile, context: Context) -> Iterator[_Found]:
     limit = 0.93 if _drafts(profile) else 0.94
@@ -1004,7 +1061,7 @@ def _utilization(profile: Profile, context: Context) -> Iterator[_Found]:
     "refuse",
     row="a drafter in 16 bits (3.5 to 4 GiB) fits at no context unless the pool is 3,000,000,000 bytes "
     "and the context 8192 (24 GB)",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _bf16_drafter(profile: Profile, context: Context) -> Iterator[_Found]:
     if profile.speculation.method != "dflash2" or context.drafter_quantized or not _small(context):
@@ -1023,7 +1080,7 @@ def _bf16_drafter(profile: Profile, context: Context) -> Iterator[_Found]:
     "offload-size",
     "warn",
     row="a tier in host memory that is smaller than the live conversations stores pages and never serves one",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _offload_size(profile: Profile, context: Context) -> Iterator[_Found]:
     tier = profile.memory.offload_gib
@@ -1043,7 +1100,7 @@ def _offload_size(profile: Profile, context: Context) -> Iterator[_Found]:
     "correct",
     row="expandable segments are off with an offload tier or KV connector (vLLM refuses them), with several cards, "
     "vLLM's all-reduce and graphs (capture aborts; 6.4 % faster than without that all-reduce), and on WSL2",
-    source="facts 4.4, 10",
+    source="HyperQwen",
 )
 def _expandable(profile: Profile, context: Context) -> Iterator[_Found]:
     usable, why = expandable_segments(profile, context)
@@ -1056,7 +1113,7 @@ def _expandable(profile: Profile, context: Context) -> Iterator[_Found]:
     "correct",
     row="WSL2: utilization at most 0.91 in batches, 0.88 with KVarN and 0.93 else, as Windows keeps 0.5 GiB "
     "and what is too much goes to host memory without a word",
-    source="facts 10",
+    source="HyperQwen",
 )
 def _wsl_utilization(profile: Profile, context: Context) -> Iterator[_Found]:
     limit = 0.88 if _kvarn(profile) else 0.93 if _drafts(profile) else 0.91
@@ -1075,7 +1132,7 @@ def _wsl_utilization(profile: Profile, context: Context) -> Iterator[_Found]:
     "tensor-divides",
     "refuse",
     row="a number of cards that cannot share the heads (three: the model has 4 KV heads); 1, 2, 4 and 8 can",
-    source="facts 4.4",
+    source="HyperQwen",
     needs=("geometry",),
 )
 def _tensor_divides(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -1109,7 +1166,7 @@ def _unshared(profile: Profile, context: Context, cards: int) -> str | None:
     "tensor-long-draft",
     "warn",
     row="k > 7 with several cards is slower than 7 (27 % with 2, 154 to 89 tokens/s with 4)",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _tensor_long_draft(profile: Profile, context: Context) -> Iterator[_Found]:
     if profile.parallel.tensor > 1 and _long_draft(profile, context):
@@ -1166,7 +1223,7 @@ def _card_list(profile: Profile, context: Context) -> Iterator[_Found]:
     "refuse",
     "warn",
     row="a context above the model's own positions (262144) needs other rotary parameters: vLLM refuses it",
-    source="facts 1.1, vLLM 0.31.0",
+    source="HyperQwen, vLLM 0.31.0",
     needs=("geometry",),
     device="any",
 )
@@ -1186,7 +1243,7 @@ def _native_context(profile: Profile, context: Context) -> Iterator[_Found]:
     "model-parts",
     "refuse",
     row="a model without an MTP head or a vision tower can neither draft with the one nor see with the other",
-    source="facts 1.2, 1.3",
+    source="HyperQwen",
     needs=("geometry",),
 )
 def _model_parts(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -1204,7 +1261,7 @@ def _model_parts(profile: Profile, context: Context) -> Iterator[_Found]:
     "arguments-forbidden",
     "refuse",
     row="engine.arguments with a secret, with code of the model's, or with an address that no check has seen",
-    source="style D.2",
+    source="the launcher's own",
     device="any",
 )
 def _arguments_forbidden(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -1220,7 +1277,7 @@ def _arguments_forbidden(profile: Profile, context: Context) -> Iterator[_Found]
     "arguments-vision",
     "refuse",
     row="--language-model-only turned round in engine.arguments: pictures become placeholders without a word",
-    source="facts 8",
+    source="HyperQwen",
     device="any",
 )
 def _arguments_vision(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -1241,7 +1298,7 @@ def _arguments_vision(profile: Profile, context: Context) -> Iterator[_Found]:
     "arguments-pipeline",
     "refuse",
     row="three stages: 64 layers cannot be shared evenly",
-    source="facts 4.4",
+    source="HyperQwen",
     needs=("geometry",),
     device="any",
 )
@@ -1267,7 +1324,7 @@ def _arguments_pipeline(profile: Profile, context: Context) -> Iterator[_Found]:
     "arguments-kvarn-block",
     "refuse",
     row="a KVarN cache with a block that is not a multiple of its tile of 128 tokens is corrupted",
-    source="facts 4.4",
+    source="HyperQwen",
 )
 def _arguments_kvarn_block(profile: Profile, context: Context) -> Iterator[_Found]:
     arguments = profile.engine.arguments
@@ -1286,7 +1343,7 @@ def _arguments_kvarn_block(profile: Profile, context: Context) -> Iterator[_Foun
     "arguments-log-stats",
     "refuse",
     row="metrics in every answer come from the statistics that --disable-log-stats switches off",
-    source="facts 8, vLLM 0.31.0",
+    source="HyperQwen, vLLM 0.31.0",
     device="any",
 )
 def _arguments_log_stats(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -1306,7 +1363,7 @@ def _arguments_log_stats(profile: Profile, context: Context) -> Iterator[_Found]
     "arguments-shadow",
     "warn",
     row="a flag in engine.arguments that the plan sets too: the engine follows the flag, and the plan is wrong",
-    source="facts 4.5",
+    source="HyperQwen",
     device="any",
 )
 def _arguments_shadow(profile: Profile, context: Context) -> Iterator[_Found]:
@@ -1341,11 +1398,6 @@ class Settled:
 
 SETTLED = (
     Settled(
-        "mtp-4-fp8",
-        "MTP drafts of 4 over an fp8 cache: illegal memory access when a request ends beside another",
-        "reported of vLLM 0.27 and 0.28 alone; profile D keeps to 3",
-    ),
-    Settled(
         "int8-empty",
         "an empty type of int8 activations ends vLLM at start",
         "activations.int8 is off, mlp or all; off gives the engine no setting at all",
@@ -1367,4 +1419,4 @@ SETTLED = (
 def rule_rows() -> list[list[str]]:
     """Rows of the docs' table: name, what happens, why, source."""
     rows = [[rule.name, " or ".join(rule.levels), rule.row, rule.source] for rule in RULES]
-    return rows + [[row.name, "cannot happen", f"{row.row}: {row.why}", "facts 4.4"] for row in SETTLED]
+    return rows + [[row.name, "cannot happen", f"{row.row}: {row.why}", "HyperQwen"] for row in SETTLED]

@@ -15,7 +15,9 @@ import json
 import os
 import pwd
 import re
+import shutil
 import socket
+import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -184,8 +186,11 @@ def _spelled(secret: str) -> set[str]:
     return {spelling for spelling in spellings if spelling}
 
 
-def scrubber(environ: Mapping[str, str], files: Iterable[Path] = ()) -> Scrubber:
-    """What takes out this user's secrets, also those in the `files`, and the names of user and machine."""
+def scrubber(environ: Mapping[str, str], files: Iterable[Path] = (), root: Path = Path("/")) -> Scrubber:
+    """What takes out this user's secrets, also those in the `files`, and the names of user and machine.
+
+    root: of the host's own files, for `secret_files`.
+    """
     hosts = {socket.gethostname(), os.uname().nodename}
     hosts |= {name.partition(".")[0] for name in hosts}
     users = {environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
@@ -194,7 +199,7 @@ def scrubber(environ: Mapping[str, str], files: Iterable[Path] = ()) -> Scrubber
         entry = pwd.getpwuid(os.getuid())
         users.add(entry.pw_name)
         home = home or entry.pw_dir
-    secrets = known_secrets(environ, secret_files(environ, files))
+    secrets = known_secrets(environ, secret_files(environ, files, root))
     return Scrubber(secrets, home, tuple(sorted(users)), tuple(sorted(hosts)))
 
 
@@ -216,9 +221,12 @@ def known_secrets(environ: Mapping[str, str], files: Iterable[Path]) -> tuple[st
     return tuple(sorted(secret for secret in found if any(letter.isalnum() for letter in secret)))
 
 
-def secret_files(environ: Mapping[str, str], named: Iterable[Path] = ()) -> list[Path]:
-    """Files with keys: those `named`, what variables name, the usual place of keygen, and where tokens are kept."""
-    from hyperqwen.runtime.keys import credential_file
+def secret_files(environ: Mapping[str, str], named: Iterable[Path] = (), root: Path = Path("/")) -> list[Path]:
+    """Files with keys: those `named`, what variables name, and the usual places: keygen's, services', of other tokens.
+
+    root: of the host's files. There, root also finds the key that each running service was given.
+    """
+    from hyperqwen.runtime.keys import CREDENTIAL, SERVICE_KEY, credential_file
 
     files = [Path(file) for file in named]
     files += [
@@ -232,6 +240,9 @@ def secret_files(environ: Mapping[str, str], named: Iterable[Path] = ()) -> list
     hub = environ.get("HF_HOME") or (f"{cache}/huggingface" if cache else "")
     files += [Path(config) / "hyperqwen" / "api-key"] if config else []
     files += [Path(hub) / "token"] if hub else []
+    files.append(root / SERVICE_KEY.lstrip("/"))
+    # A NixOS host keeps the key wherever it likes; what a service got of it is always here.
+    files += sorted(root.glob(f"run/credentials/hyperqwen*.service/{CREDENTIAL}"))
     return list(dict.fromkeys(files))
 
 
@@ -267,6 +278,32 @@ def tail(file: Path, lines: int, most: int = 4 << 20) -> str:
         data = data.partition(b"\n")[2]
     kept = data.decode("utf-8", errors="replace").splitlines(keepends=True)
     return "".join(kept[-lines:] if lines else [])
+
+
+def journal(lines: int, environ: Mapping[str, str], most: int = 4 << 20) -> str:
+    """The last `lines` lines of hyperqwen's services in systemd's journal, of its last `most` bytes.
+
+    Nothing where there is no journal, or none that this user may read.
+    """
+    program = shutil.which("journalctl", path=environ.get("PATH", os.defpath))
+    if program is None:
+        return ""
+    command = [program, "--quiet", "--no-pager", "--output=short-iso", f"--lines={lines}", "--unit=hyperqwen*"]
+    try:
+        found = subprocess.run(
+            command,
+            env={"PATH": environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    data = found.stdout
+    if len(data) > most:
+        data = data[-most:].partition(b"\n")[2]
+    return data.decode("utf-8", errors="replace")
 
 
 def as_json(value: Any, scrubber: Scrubber) -> bytes:

@@ -148,7 +148,7 @@ def find(
     problems = [
         *search.problems,
         *_version_problems(found, host, search.root, search.is_compat),
-        *_node_problems(host, search.root),
+        *_node_problems(host, search.root, variables),
         *_abi_problems(search, _own_glibc() if glibc is None else glibc),
     ]
     if any(problem.code == "no-card" for problem in problems):
@@ -494,7 +494,7 @@ def _cards(root: Root) -> list[str]:
     return [name for name in root.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
 
 
-def _node_problems(host: Host, root: Root) -> list[Problem]:
+def _node_problems(host: Host, root: Root, environ: Mapping[str, str]) -> list[Problem]:
     """Problems with the files in /dev through which a program reaches the card."""
     nodes = ["/dev/dxg"] if host.wsl2 else ["/dev/nvidiactl", "/dev/nvidia-uvm"]
     if not host.wsl2:
@@ -513,7 +513,9 @@ def _node_problems(host: Host, root: Root) -> list[Problem]:
     if closed:
         problems.append(
             Problem(
-                "no-permission", f"{', '.join(closed)} {_are(closed)} not for this user", _admit(root, closed[0], host)
+                "no-permission",
+                f"{', '.join(closed)} {_are(closed)} not for this user",
+                _admit(root, closed[0], host, environ),
             )
         )
     return problems
@@ -527,7 +529,11 @@ def _may_use(place: Path | None) -> bool:
     return place is not None and os.access(place, os.R_OK | os.W_OK)
 
 
-def _admit(root: Root, node: str, host: Host) -> str:
+# What a group is called where a user namespace does not map it.
+_NO_GROUP = 65534
+
+
+def _admit(root: Root, node: str, host: Host, environ: Mapping[str, str]) -> str:
     """How this user gets at `node`."""
     place = root.real(node)
     mode = place.stat() if place is not None else None
@@ -537,6 +543,12 @@ def _admit(root: Root, node: str, host: Host) -> str:
         group = grp.getgrgid(mode.st_gid).gr_name
     except KeyError:
         group = str(mode.st_gid)
+    # A desktop's terminals have the first of them as well, a service of the system never the second.
+    if "INVOCATION_ID" in environ and "TERM" not in environ:
+        if mode.st_gid == _NO_GROUP:
+            # PrivateUsers= hides whose the node is.
+            group = f"GROUP, the one that ls -l {node} shows outside of the service"
+        return f"sudo systemctl edit the service, add [Service] SupplementaryGroups={group}; then restart it"
     return f"sudo usermod -aG {group} $USER, then log in again"
 
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +24,11 @@ TAIL_LINES = 10
 _DUMP = signal.SIGUSR1
 _DUMP_SECONDS = 0.5
 # What is kept of an engine's words until they are asked for.
-_NEWS_BYTES = 1 << 16
+_NEWS_BYTES = 1 << 20
+# Of words that nobody takes from stderr: then the oldest go.
+_UNSAID_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 16
+_STDERR = 2
 # Nothing else sends it unasked, and the one that is killed has no chance to log why.
 _OUT_OF_MEMORY = "the kernel does that when memory runs out (`dmesg` tells): free some and start again"
 # The last line of a traceback, with or without vLLM's log prefix: "ValueError: …", "torch.OutOfMemoryError: …".
@@ -87,6 +90,7 @@ class Engine:
                     **environment,
                     "HYPERQWEN_LISTEN_FD": str(listener.fileno()),
                     "HYPERQWEN_STATUS_FD": str(writer),
+                    "HYPERQWEN_LAUNCHER_PID": str(os.getpid()),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -106,9 +110,16 @@ class Engine:
             os.close(writer)
             if output >= 0:
                 os.close(output)
-        listener.close()
-        os.set_blocking(reader, False)
-        return cls(process, reader, log, _Echo(said) if said >= 0 else None)
+        try:
+            listener.close()
+            os.set_blocking(reader, False)
+            return cls(process, reader, log, _Echo(said) if said >= 0 else None)
+        except BaseException:
+            # Nobody else knows of it yet.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            os.close(reader)
+            raise
 
     @property
     def pid(self) -> int:
@@ -153,8 +164,7 @@ class Engine:
             end = file.tell()
             file.seek(max(self._read, end - _NEWS_BYTES))
             data = file.read(max(0, end - file.tell()))
-            # A line that is still being written is for the next call. A bar is drawn over itself with returns.
-            whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            whole = _whole(data)
             self._read = end - len(data) + whole
             return data[:whole].decode(errors="replace")
         return ""
@@ -227,20 +237,24 @@ class Engine:
 
 
 class _Echo:
-    """Copies what the engine says to stderr, and keeps the last of it for the launcher."""
+    """Copies what the engine says to stderr, and keeps the last of it for the launcher.
+
+    Whoever reads stderr may be slow or gone: the engine waits for neither.
+    """
 
     def __init__(self, source: int) -> None:
         self._source = source
-        self._kept: deque[bytes] = deque()
-        self._size = 0
+        self._kept = bytearray()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._copy, name="engine's words", daemon=True)
         self._thread.start()
 
     def taken(self) -> str:
+        """What came since the last call, to the end of a line."""
         with self._lock:
-            data, self._size = b"".join(self._kept), 0
-            self._kept.clear()
+            whole = _whole(self._kept)
+            data = bytes(self._kept[:whole])
+            del self._kept[:whole]
         return data.decode(errors="replace")
 
     def finish(self, seconds: float = 2.0) -> None:
@@ -248,25 +262,57 @@ class _Echo:
         self._thread.join(seconds)
 
     def _copy(self) -> None:
-        heard = True
+        unsaid, heard = bytearray(), True
         with open(self._source, "rb", buffering=0) as source:
-            while data := source.read(_NEWS_BYTES):
-                with self._lock:
-                    self._kept.append(data)
-                    self._size += len(data)
-                    while self._size > _NEWS_BYTES and len(self._kept) > 1:
-                        self._size -= len(self._kept.popleft())
-                # Whoever read stderr may have gone; the engine must not stop for that.
-                heard = heard and _write_all(2, data)
+            speaks = True
+            while speaks or unsaid:
+                try:
+                    ready, free, _ = select.select([source] if speaks else [], [_STDERR] if unsaid else [], [])
+                except OSError:
+                    # A stderr that is closed.
+                    unsaid.clear()
+                    heard = False
+                    continue
+                if ready:
+                    data = source.read(_CHUNK_BYTES)
+                    speaks = bool(data)
+                    self._keep(data or b"")
+                    if heard:
+                        _append(unsaid, data or b"")
+                if free:
+                    heard = _say(unsaid)
+
+    def _keep(self, data: bytes) -> None:
+        with self._lock:
+            self._kept += data
+            del self._kept[: max(0, len(self._kept) - _NEWS_BYTES)]
 
 
-def _write_all(descriptor: int, data: bytes) -> bool:
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except OSError:
-            return False
+def _append(unsaid: bytearray, data: bytes) -> None:
+    """Add to what is to be said; where that gets too much, its first half goes, and a line says so."""
+    unsaid += data
+    if len(unsaid) > _UNSAID_BYTES:
+        lost = _whole(unsaid[: len(unsaid) // 2]) or len(unsaid) // 2
+        # On a line of its own: what was said last may end within one.
+        unsaid[:lost] = b"\n[hyperqwen: words of the engine are left out here]\n"
+
+
+def _say(unsaid: bytearray) -> bool:
+    """Write the next piece to stderr, which takes one without waiting; False where nobody will read any more."""
+    try:
+        # A pipe that says it is free has room for that much.
+        del unsaid[: os.write(_STDERR, unsaid[: select.PIPE_BUF])]
+    except BlockingIOError:
+        return True
+    except OSError:
+        unsaid.clear()
+        return False
     return True
+
+
+def _whole(data: bytes | bytearray) -> int:
+    """Length of what is whole lines of `data`; the rest is still being written. A bar is drawn with returns."""
+    return max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
 
 
 def dump_stacks(engine: int) -> list[int]:

@@ -299,8 +299,13 @@ def _one(gpus: Sequence[Gpu], part: str, spec: str, field: str, there: str) -> G
     return matching[0]
 
 
-def shortage(gpu: Gpu, planned: int, *, wsl2: bool = False) -> Problem | None:
+def shortage(
+    gpu: Gpu, planned: int, *, wsl2: bool = False, smaller: str | None = "lower memory.utilization"
+) -> Problem | None:
     """What keeps `planned` bytes from fitting into the dedicated memory that is free on `gpu` now, if anything.
+
+    Args:
+        smaller: the settings with which the plan fits into what is free; None where none do.
 
     On Linux the engine would stop with an out-of-memory error; on WSL2 Windows would move the rest to the host's memory
     without a word, and everything would run five to ten times slower.
@@ -310,20 +315,18 @@ def shortage(gpu: Gpu, planned: int, *, wsl2: bool = False) -> Problem | None:
     free = f"{_mib(gpu.free)} of {_mib(gpu.total)} are free"
     what = f"the plan needs {_mib(planned)} of card {gpu.index} ({gpu.name}), and {free}"
     if planned > gpu.total - (gpu.reserved or 0):
-        return Problem(
-            "plan-too-large", what, "plan less: fewer slots, a shorter context, or `hyperqwen plan PROFILE --vram`"
-        )
+        less = smaller or "no pool of any size fits: use a larger card, or a smaller model"
+        return Problem("plan-too-large", what, f"{less} (`hyperqwen plan PROFILE --vram` shows the rest)")
+    lower = f"or {smaller}" if smaller else "since no pool of any size fits into what is free"
     if wsl2:
         return Problem(
             "gpu-in-use",
             f"{what}; Windows would put the rest into shared memory, 5 to 10 times slower, without an error",
             "close what draws or computes on the card in Windows (Task Manager, Details, column Dedicated GPU memory), "
-            "or lower memory.utilization",
+            f"{lower}",
         )
     holders = "; ".join(str(entry) for entry in gpu.processes) or "the driver does not say by whom"
-    return Problem(
-        "gpu-in-use", f"{what}; held: {holders}", "stop those, choose another card, or lower memory.utilization"
-    )
+    return Problem("gpu-in-use", f"{what}; held: {holders}", f"stop those, choose another card, {lower}")
 
 
 class SpillWatch:

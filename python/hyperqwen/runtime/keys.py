@@ -12,6 +12,11 @@ from hyperqwen.errors import BadInputError, MissingError, UnsuitableError
 VARIABLE = "HYPERQWEN_API_KEY"
 CREDENTIAL = "api-key"
 """Name of the key among the credentials of a systemd service (LoadCredential=)."""
+LONGEST_KEY = 1024
+"""Characters. It travels in the environment and in every request's header, and both have their limits."""
+
+SERVICE_KEY = "/etc/hyperqwen/api-key"
+"""Where a host keeps the key of its services, for root alone."""
 
 
 def resolve_key(file: Path | None, environ: Mapping[str, str]) -> str | None:
@@ -53,11 +58,15 @@ def shell_key(file: Path | None) -> str:
 
 def _read(file: Path) -> str:
     try:
-        mode = stat.S_IMODE(file.stat().st_mode)
+        found = file.stat()
     except FileNotFoundError:
         return _text(file)
     except OSError as error:
         raise _unreadable(file, error) from None
+    # A pipe would be waited for, and a device is none to change the mode of.
+    if not stat.S_ISREG(found.st_mode):
+        raise BadInputError(f"the key file {file} is no file: a folder, a pipe or a device", "name a file with the key")
+    mode = stat.S_IMODE(found.st_mode)
     for bits, verb in ((stat.S_IWGRP | stat.S_IWOTH, "write"), (stat.S_IRGRP | stat.S_IROTH, "read")):
         if mode & bits:
             raise BadInputError(
@@ -84,6 +93,10 @@ def _unreadable(file: Path, error: OSError) -> UnsuitableError:
 
 
 def _checked(key: str, where: str) -> str:
+    if len(key) > LONGEST_KEY:
+        raise BadInputError(
+            f"the key in {where} has {len(key):,} characters", f"use at most {LONGEST_KEY}: hyperqwen keygen makes one"
+        )
     if not key.strip():
         raise BadInputError(
             f"{where} is empty, which would leave the server open",

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hyperqwen.errors import UnsuitableError
-from hyperqwen.runtime import records, startup
+from hyperqwen.errors import HyperqwenError
+from hyperqwen.runtime import measured, records, startup
 from hyperqwen.runtime.engine import Engine, EngineError
 from hyperqwen.runtime.folders import Folders
+from hyperqwen.runtime.measured import Measured
 from hyperqwen.runtime.notify import Notifier
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ TEARDOWN_SECONDS = 20.0
 # How much more time a service manager gives while a start moves (EXTEND_TIMEOUT_USEC).
 _EXTEND_SECONDS = 300.0
 _LOOK_SECONDS = 0.1
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(BaseException):
@@ -58,18 +60,39 @@ class Stopped(BaseException):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into `Stopped` while the block runs."""
+    """Turn SIGINT, SIGTERM and SIGHUP into `Stopped` while the block runs.
+
+    One that is ignored stays so: `nohup` and a shell's `&` start programs that way, which are to outlive a logout.
+    """
 
     def stop(signum: int, _frame: FrameType | None) -> None:
         raise Stopped(signum)
 
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wanted = [number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in wanted}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Let signals that have a handler in Python wait until the block has ended, for what must not be torn apart."""
+    arrived: list[int] = []
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        arrived.append(signum)
+
+    before = {number: signal.signal(number, note) for number in _STOP if callable(signal.getsignal(number))}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for signum in arrived:
+        signal.raise_signal(signum)
 
 
 class Progress:
@@ -93,7 +116,7 @@ class Progress:
         if not self._console.is_terminal:
             yield self
             return
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Bar(*columns, console=self._console, transient=True) as self._bar:
             self._bar.add_task("starting the engine", total=None)
             yield self
@@ -113,7 +136,8 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=text)
         if lasting:
-            self._console.print(f"{time.monotonic() - self._started:5.1f} s  {text}", highlight=False)
+            # The engine's words: a bracket in them is a bracket.
+            self._console.print(f"{time.monotonic() - self._started:5.1f} s  {text}", highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
@@ -141,8 +165,10 @@ class Launch:
 
     command: of ours. profile: its name. model: what clients call the model. flags: of `vllm serve`, all of them.
     environment: of the engine, whole. key: what clients must send; shell_key: how a shell says it. log: the engine's
-    file; None puts it on stderr. drain: seconds that running requests get at the end. every: called twice a second
-    while it serves, with the engine.
+    file; None puts it on stderr. drain: seconds that running requests get at the end. before_ready: called when a token
+    has come, with what the engine measured; raises HyperqwenError where it must not serve. once_ready: called with the
+    same afterwards; what it raises is told and ends nothing. every: called twice a second while it serves, with the
+    engine.
     """
 
     command: Literal["demo", "serve"]
@@ -163,8 +189,10 @@ class Launch:
     drain: float = 0.0
     as_json: bool = False
     every: list[Callable[[Engine, Client, Console], None]] = field(default_factory=list)
-    once_ready: Callable[[Console], None] | None = None
+    before_ready: Callable[[Measured], None] | None = None
+    once_ready: Callable[[Console, Measured], None] | None = None
     ready: bool = False
+    measured: Measured = field(default_factory=Measured, init=False)
 
     @property
     def url(self) -> str:
@@ -181,15 +209,18 @@ class Launch:
         if self.log is not None and self.log.exists():
             # What the last run died of is still wanted when the service manager has started the next one.
             self.log.replace(self.log.with_name(f"{self.log.name}.1"))
-        engine = Engine.start(
-            self.python,
-            self.flags,
-            self.environment,
-            listener=self.listener,
-            folder=self.places.cache,
-            log=self.log,
-        )
+        engine: Engine | None = None
         try:
+            # A signal between the engine's start and this name for it would leave it running without anyone to end it.
+            with held_signals():
+                engine = Engine.start(
+                    self.python,
+                    self.flags,
+                    self.environment,
+                    listener=self.listener,
+                    folder=self.places.cache,
+                    log=self.log,
+                )
             # Only now: the engine has its own ten seconds of imports to do meanwhile.
             from rich.console import Console
 
@@ -201,7 +232,8 @@ class Launch:
                 finally:
                     self._stop(engine)
         finally:
-            engine.stop()
+            if engine is not None:
+                engine.stop()
 
     def serve(self) -> None:
         """Start, announce the server once a token has come, and watch it until a signal or its end."""
@@ -209,12 +241,18 @@ class Launch:
             self.first_answer(
                 engine, console, lambda left: client.complete(PROBE, max_tokens=1, temperature=0.0, timeout=left)
             )
+            # The last that it said of its start.
+            self._news(engine)
+            if self.before_ready is not None:
+                self.before_ready(self.measured)
             self.ready = True
-            records.write(self.places.logs, self._record(engine))
+            with _not_fatal():
+                records.write(self.places.logs, self._record(engine))
             self._announce(time.monotonic() - self.limit.started)
             self.notifier.ready(f"{self.model} answers at {self.url}/v1")
             if self.once_ready is not None:
-                self.once_ready(console)
+                with _not_fatal():
+                    self.once_ready(console, self.measured)
             while True:
                 engine.stages(0.5)
                 engine.check()
@@ -224,10 +262,16 @@ class Launch:
     def first_answer(self, engine: Engine, console: Console, ask: Callable[[float], Reply]) -> tuple[Reply, float]:
         """The reply of `ask(timeout)` as soon as the server gives one, and the seconds until it was asked."""
         with Progress(console, self.limit.started, self.notifier).shown() as progress:
-            wait_until_serving(engine, progress, self.limit)
+            wait_until_serving(engine, progress, self.limit, lambda: self._news(engine))
             progress.begin("answer")
             began = time.monotonic()
             return _answer(engine, self.limit, ask), began - self.limit.started
+
+    def _news(self, engine: Engine) -> str:
+        """What the engine said since the last call, after what it tells of its memory was kept."""
+        text = engine.news()
+        self.measured = measured.measured(text, self.measured)
+        return text
 
     def _stop(self, engine: Engine) -> None:
         drains = self.ready and engine.returncode is None
@@ -238,7 +282,7 @@ class Launch:
             nonlocal drains, next_sign
             if drains:
                 drains = False
-                with contextlib.suppress(UnsuitableError):
+                with contextlib.suppress(HyperqwenError):
                     records.write(self.places.logs, self._record(engine, stopping=True))
                 self.notifier.stopping("finishing the running requests")
                 if self.drain:
@@ -280,12 +324,24 @@ class Launch:
         )
 
 
-def wait_until_serving(engine: Engine, progress: Progress, limit: Limit) -> None:
-    """Follow the engine until its HTTP server starts; raises EngineError where it ends or takes too long."""
+@contextmanager
+def _not_fatal() -> Iterator[None]:
+    """Tell what goes wrong beside a server that answers, and go on."""
+    try:
+        yield
+    except HyperqwenError as error:
+        click.echo(f"hyperqwen: {error.message}; the server runs on", err=True)
+
+
+def wait_until_serving(engine: Engine, progress: Progress, limit: Limit, news: Callable[[], str]) -> None:
+    """Follow the engine until its HTTP server starts; raises EngineError where it ends or takes too long.
+
+    `news` returns what it said since the last call.
+    """
     while True:
         stages = engine.stages(_LOOK_SECONDS)
         # Events are of the stage before: what has just begun has said nothing yet.
-        for event in startup.events(engine.news()):
+        for event in startup.events(news()):
             progress.event(event)
         for stage in stages:
             progress.begin(stage)

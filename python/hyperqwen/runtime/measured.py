@@ -68,6 +68,13 @@ class Measured:
         return self.peak_bytes - (self.graphs_estimate_bytes or 0 if self.graphs_planned else 0)
 
     @property
+    def held_bytes(self) -> int | None:
+        """What the engine keeps of a card as it said: weights, pool and graphs, without CUDA's own context."""
+        if self.weights_bytes is None or self.pool_bytes is None:
+            return None
+        return self.weights_bytes + self.pool_bytes + (self.graphs_bytes or 0)
+
+    @property
     def attention_block_tokens(self) -> int | None:
         """Tokens of an attention block: as first set, or the multiple of it that pages were made equal with."""
         if self.block_tokens is None or self.group_tokens is None or self.block_tokens in self.group_tokens:
@@ -88,9 +95,12 @@ def read(log: Path) -> Measured:
         ) from None
 
 
-def measured(log: str) -> Measured:
-    """What the text of a log says; of several starts in it, the last."""
-    found = Measured()
+def measured(log: str, before: Measured | None = None) -> Measured:
+    """What the text of a log says; of several starts in it, the last.
+
+    `before` is what the log said until this text, which begins with a line of its own.
+    """
+    found = before or Measured()
     for line in re.split(r"[\r\n]+", _COLOUR.sub("", log)):
         if messages.START.begin in line:
             found = Measured()

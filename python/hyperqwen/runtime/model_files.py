@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from hyperqwen import errors
+from hyperqwen.errors import BadInputError
+from hyperqwen.prepare import geometry as geometries
+from hyperqwen.prepare.geometry import Geometry
+from hyperqwen.profiles.rules import unlike_target
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -23,6 +28,7 @@ SETTINGS = ("config.json", "generation_config.json")
 _CODE = (".py", ".so")
 _PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 _MOST_SHOWN = 5
+_KINDS: dict[type, str] = {dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,72 @@ def check(folder: Path, *, weights: bool = True, tokenizer: bool = True) -> File
         tensors=frozenset().union(*shards.values()),
         troubles=(*troubles, *wrong),
     )
+
+
+def other_model(folder: Path, planned: Geometry, *, vision: bool = True, mtp: bool = True) -> Trouble | None:
+    """How the model in `folder`, by its config.json, differs from the one that was planned, if it does.
+
+    Args:
+        vision, mtp: whether the tower and the MTP head are loaded; else theirs may differ.
+    """
+    config = folder / "config.json"
+    try:
+        found = geometries.from_config(_object(config), folder.name, str(config))
+    except BadInputError as error:
+        return Trouble(error.message, f"name a folder with {planned.name} (model.directory)", errors.USAGE)
+    left_out = {"name"} | (set() if vision else {"vision"}) | (set() if mtp else {"mtp_num_hidden_layers"})
+    there, wanted = _flat(found, left_out), _flat(planned, left_out)
+    differing = [
+        f"{field} is {there.get(field)}, planned {wanted.get(field)}"
+        for field in sorted(there.keys() | wanted.keys())
+        if there.get(field) != wanted.get(field)
+    ]
+    if not differing:
+        return None
+    return Trouble(
+        f"{config} is not of {planned.name}, which was planned for: {'; '.join(differing)}",
+        f"name a folder with {planned.name} (model.directory), or that model (model.name)",
+        errors.USAGE,
+    )
+
+
+def other_drafter(folder: Path, target: Geometry) -> Trouble | None:
+    """What keeps the drafter in `folder`, by its config.json, from drafting for `target`, if anything does."""
+    config = folder / "config.json"
+    fix = f"name a folder with a drafter of {target.name} (model.drafter), or set speculation.method to mtp"
+    try:
+        found = geometries.drafter_from_config(_object(config), folder.name, str(config))
+    except BadInputError as error:
+        return Trouble(error.message, fix, errors.USAGE)
+    wrong = unlike_target(found, target)
+    return Trouble(f"{config} is no drafter of {target.name}: {'; '.join(wrong)}", fix, errors.USAGE) if wrong else None
+
+
+def _object(config: Path) -> dict[str, Any]:
+    """The object that a config.json holds. Raises BadInputError where it holds none, or one that no model has."""
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{config} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise BadInputError(f"{config} holds no object")
+    text = content.get("text_config", content)
+    for where, field, kind in (
+        (content, "text_config", dict),
+        (content, "dflash_config", dict),
+        (content, "architectures", list),
+        (text, "layer_types", list),
+    ):
+        if isinstance(where, dict) and not isinstance(where.get(field, kind()), kind):
+            raise BadInputError(f"{config}: {field} is {where[field]!r}; it must be {_KINDS[kind]}")
+    return content
+
+
+def _flat(geometry: Geometry, left_out: set[str]) -> dict[str, object]:
+    """Its fields by name, those of the tower as "vision.depth"."""
+    fields = {name: value for name, value in asdict(geometry).items() if name not in left_out}
+    vision = fields.pop("vision", None) or {}
+    return fields | {f"vision.{name}": value for name, value in vision.items()}
 
 
 def _not_json(path: Path) -> str | None:

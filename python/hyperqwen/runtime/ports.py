@@ -14,15 +14,21 @@ from hyperqwen.errors import BadInputError, UnsuitableError
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
+def is_loopback_address(host: str) -> bool:
+    """Whether `host` is an address that only its own machine reaches. A name is none, not even localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server on `host`: an address, or localhost as this machine resolves it."""
     addresses = {host}
     if host == "localhost":
         with contextlib.suppress(socket.gaierror):
             addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    with contextlib.suppress(ValueError):
-        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
-    return False
+    return all(is_loopback_address(address) for address in addresses)
 
 
 def require_key(host: str, key: str | None, how: str) -> None:

@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hyperqwen import errors
 from hyperqwen.errors import BadInputError, HyperqwenError, MissingError, UnsuitableError, VerificationError
+from hyperqwen.prepare import geometry as geometries
+from hyperqwen.prepare.geometry import Geometry
+from hyperqwen.profiles import memory
 from hyperqwen.profiles.argv import ModelPaths
 from hyperqwen.profiles.cards import Card, find
 from hyperqwen.profiles.memory import GIB, MIB, Budget
@@ -30,6 +36,8 @@ DEMO = "without a GPU: nix run .#demo serves a small model on the processor"
 _ENGINE_RAM, _CARD_RAM = 6 * GIB, 3 * GIB
 # Compiled kernels of one engine, and the least with which one starts at all.
 _CACHE_DISK, _LEAST_DISK = 4 * GIB, 512 * MIB
+# Fewer tokens than this are no conversation.
+_LEAST_CONTEXT = 16
 _SEARCH_CODES = frozenset({"no-driver", "override"})
 _NODE_CODES = frozenset({"no-device", "no-permission"})
 
@@ -165,30 +173,65 @@ def planned_bytes(budget: Budget) -> int:
     return max(budget.requested_bytes, budget.load.card_bytes - budget.margin_bytes)
 
 
-def card_memory(cards: Sequence[Gpu], planned: int, *, wsl2: bool) -> list[Item]:
-    """Whether each card has `planned` bytes free, and who holds them where not."""
+def card_memory(cards: Sequence[Gpu], planned: int, *, wsl2: bool, budget: Budget | None = None) -> list[Item]:
+    """Whether each card has `planned` bytes free, and who holds them and what would fit where not.
+
+    Args:
+        budget: that `planned` is of; without it the remedy is a word of advice, and no number.
+    """
     from hyperqwen.runtime import gpu
 
     items = []
     for card in cards:
-        problem = gpu.shortage(card, planned, wsl2=wsl2)
+        if budget is None or planned <= card.free:
+            problem = gpu.shortage(card, planned, wsl2=wsl2)
+        else:
+            problem = gpu.shortage(card, planned, wsl2=wsl2, smaller=smaller_plan(budget, card.free))
         name = "memory of the card" if len(cards) == 1 else f"memory of card {card.index}"
         well = f"{card.free / MIB:,.0f} of {card.total / MIB:,.0f} MiB free, {planned / MIB:,.0f} planned"
         items.append(Item(name, "ok", well) if problem is None else Item(name, "fail", problem.cause, problem.fix))
     return items
 
 
-def host_resources(profile: Profile, host: Host, cache: Path, *, pinned: int = 0) -> list[Item]:
+def smaller_plan(budget: Budget, free: int) -> str | None:
+    """The settings, in words, with which `budget` takes no more than `free` bytes of its card: the largest pool, and
+    the longest context (never longer than planned) that it holds. None where no pool of any size fits.
+    """
+    load = budget.load
+    beside = planned_bytes(budget) - budget.requested_bytes if load.kv_cache_bytes is None else 0
+    share = min(load.utilization, math.floor((free - beside) / load.card_bytes * 1000) / 1000)
+    if share <= 0:
+        return None
+    less, said = replace(load, utilization=share), []
+    if load.kv_cache_bytes is not None:
+        over = load.card_bytes - memory.budget(less).margin_bytes - free
+        pool = load.kv_cache_bytes if over <= 0 else (load.kv_cache_bytes - over) // MIB * MIB
+        if pool <= 0:
+            return None
+        less = replace(less, kv_cache_bytes=pool)
+        said += [f"--memory-kv-cache-bytes {pool}"] if over > 0 else []
+    said += [f"--memory-utilization {share:g}"] if share < load.utilization else []
+    context = memory.largest_context(less, load.context_tokens)
+    if context < _LEAST_CONTEXT or planned_bytes(memory.budget(replace(less, context_tokens=context))) > free:
+        return None
+    return f"use {' '.join(said)} --context {context}"
+
+
+def host_resources(
+    profile: Profile, host: Host, cache: Path, *, pinned: int = 0, shm: Path = Path("/dev/shm")
+) -> list[Item]:
     """Memory of the host, /dev/shm and the disk of the caches.
 
     Args:
         cache: folder of the engine's caches, or the one that it will be made in.
         pinned: bytes of weights that stay in the host's memory, and cannot be swapped.
+        shm: where vLLM puts evicted pages.
     """
     items = [_ram(profile, host, pinned)] if profile.device == "cuda" else []
     offload = profile.memory.offload_gib * GIB
-    if offload:
-        items.append(_shm(offload, host))
+    left = left_behind(shm) if profile.device == "cuda" else {}
+    if offload or left:
+        items.append(_shm(offload, host, left))
     return [*items, _disk(cache)]
 
 
@@ -207,14 +250,64 @@ def _ram(profile: Profile, host: Host, pinned: int) -> Item:
     return Item("memory of the host", "warn" if needed > free else "ok", said, fix if needed > free else None)
 
 
-def _shm(offload: int, host: Host) -> Item:
+def left_behind(shm: Path) -> dict[Path, int]:
+    """Files of evicted pages in `shm` that no process maps, each with the bytes that it takes of the host's memory.
+
+    An engine that was killed while it started leaves them: vLLM 0.31.0 (v1/kv_offload/cpu/shared_offload_region.py)
+    makes vllm_offload_ENGINE.mmap, and takes the name away once every worker has mapped the file. Each is its owner's
+    alone (mode 0600); one of another user, whose processes may not be looked into, is left out, since one of them may
+    map it. Processes of another container with the same /dev/shm are not seen.
+    """
+    files: dict[Path, os.stat_result] = {}
+    for path in sorted(shm.glob("vllm_offload_*.mmap")):
+        # An engine that starts takes its own away.
+        with suppress(FileNotFoundError):
+            files[path] = path.stat()
+    if not files:
+        return {}
+    mapped: set[tuple[int, int]] = set()
+    hidden: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            owner = process.stat().st_uid
+            try:
+                mapped |= _mapped_files((process / "maps").read_text(errors="replace"))
+            except PermissionError:
+                # One of this user's own that may not be looked into guards secrets (ssh-agent, an init): no engine.
+                hidden |= {owner} - {os.getuid()}
+    return {
+        path: seen.st_blocks * 512
+        for path, seen in files.items()
+        if (seen.st_dev, seen.st_ino) not in mapped and seen.st_uid not in hidden
+    }
+
+
+def _mapped_files(maps: str) -> set[tuple[int, int]]:
+    """Device and inode of every file in a /proc/PID/maps (proc_pid_maps(5))."""
+    found = set()
+    for line in maps.splitlines():
+        words = line.split(maxsplit=5)
+        if len(words) > 4 and words[4] != "0":
+            major, _, minor = words[3].partition(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(words[4])))
+    return found
+
+
+def _shm(offload: int, host: Host, left: Mapping[Path, int]) -> Item:
+    name = "/dev/shm"
     if host.shm_free is None:
-        return Item("/dev/shm", "fail", "there is none, and evicted pages go there", "mount a tmpfs there")
+        return Item(name, "fail", "there is none, and evicted pages go there", "mount a tmpfs there")
     said = f"{offload / GIB:.1f} GiB for evicted pages, {host.shm_free / GIB:.1f} free"
+    remove = None
+    if left:
+        held, names = sum(left.values()) / GIB, ", ".join(map(str, left))
+        said += f"; {held:.1f} GiB held by {len(left)} that no process uses: {names}"
+        remove = f"rm {shlex.join(map(str, left))}"
     if offload > host.shm_free:
         larger = f"mount -o remount,size={offload // GIB + 1}G /dev/shm (a container: --shm-size)"
-        return Item("/dev/shm", "fail", said, f"{larger}, or lower memory.offload_gib")
-    return Item("/dev/shm", "ok", said)
+        fix = f"{larger}, or lower memory.offload_gib"
+        return Item(name, "fail", said, f"{remove}; if that is not enough, {fix}" if remove else fix)
+    return Item(name, "warn" if left else "ok", said, remove)
 
 
 def _disk(cache: Path) -> Item:
@@ -267,10 +360,20 @@ def port(profile: Profile) -> Item:
     return look("port", see)
 
 
-def model(profile: Profile, paths: ModelPaths) -> list[Item]:
-    """The model's folder, and the drafter's."""
+def model(profile: Profile, paths: ModelPaths, geometry: Geometry | None = None) -> list[Item]:
+    """The model's folder, and the drafter's: whether they are whole, and those that were planned for.
+
+    Args:
+        geometry: what was planned for; else, as in `make_plan`, the one that the profile's model has.
+    """
+    planned = geometry or geometries.load(profile.model.name)
     weights = profile.model.load_format != "dummy"
     seen = model_files.check(paths.model, weights=weights)
+    if not seen.troubles:
+        other = model_files.other_model(
+            paths.model, planned, vision=profile.model.vision != "off", mtp=profile.speculation.method == "mtp"
+        )
+        seen = replace(seen, troubles=(other,) if other else ())
     items = _files("model", seen, weights)
     wants_head = profile.speculation.method == "mtp" and profile.speculation.draft_vocabulary and weights
     if wants_head and not seen.troubles and not any(name.startswith("mtp.draft_lm_head.") for name in seen.tensors):
@@ -283,7 +386,11 @@ def model(profile: Profile, paths: ModelPaths) -> list[Item]:
             )
         )
     if paths.drafter is not None:
-        items += _files("drafter", model_files.check(paths.drafter, weights=weights, tokenizer=False), weights)
+        drafter = model_files.check(paths.drafter, weights=weights, tokenizer=False)
+        if not drafter.troubles:
+            other = model_files.other_drafter(paths.drafter, planned)
+            drafter = replace(drafter, troubles=(other,) if other else ())
+        items += _files("drafter", drafter, weights)
     return items
 
 

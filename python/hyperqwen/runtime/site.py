@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hyperqwen.errors import BadInputError, MissingError, UnsuitableError
+from hyperqwen.profiles.layers import Effective
 from hyperqwen.runtime.problems import describe
 
 
@@ -40,6 +42,13 @@ class Site(BaseModel):
     def programs(self) -> list[Path]:
         """Folders for the engine's PATH."""
         return [self.engine_python.parent, *([self.cc] if self.cc else [])]
+
+    def with_own_model(self, effective: Effective) -> Effective:
+        """`effective` with the model that the engine for the CPU brings along, unless it names a folder itself."""
+        profile = effective.profile
+        if self.model is None or profile.device != "cpu" or profile.model.directory:
+            return effective
+        return replace(effective, profile=profile.with_values({"model.directory": str(self.model)}))
 
 
 def read(file: Path, app: str) -> Site:
