@@ -287,5 +287,6 @@ in
     fetchersOf = import ./nixos/fetchers.nix;
     packagesWith = fetchers: (import ./. { inherit system fetchers; }).packages.${system};
     nixosFailures = nixos.failures;
+    nixosTestedWith = nixos.testedWith;
   };
 }

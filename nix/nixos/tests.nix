@@ -275,6 +275,7 @@ let
   bareFailures = lib.optionals (!real) (map (text: "under a lib like nixpkgs': ${text}") bare.failures);
 in
 {
+  testedWith = if real then nixpkgsLib else "harness";
   failures = exampleFailures ++ refusedFailures ++ mistypedFailures ++ harnessFailures ++ idleFailures
     ++ otherPkgsFailures ++ bareFailures;
 

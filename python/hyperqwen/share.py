@@ -20,5 +20,5 @@ def folder(name: Folder) -> Path:
         if place.is_dir():
             return place
     raise MissingError(
-        f"the {name} are in neither {places[0]} nor {places[1]}", "use `nix run .#hyperqwen`, or run from a checkout"
+        f"the {name} are in neither {places[0]} nor {places[1]}", "use `./hq run .#hyperqwen`, or run from a checkout"
     )

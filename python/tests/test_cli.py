@@ -54,3 +54,12 @@ def test_every_command_is_there_and_says_what_it_does() -> None:
         assert result.exit_code == 0, result.output
         assert "usage:" in result.output.lower()
     assert CliRunner().invoke(cli.main, ["pin"]).exit_code == errors.USAGE
+
+
+def test_the_list_of_commands_is_whole_and_cuts_no_summary() -> None:
+    said = CliRunner().invoke(cli.main, ["--help"]).stdout
+    assert all(f"  {name} " in said and summary in said for name, summary in cli.COMMANDS.items())
+    assert (
+        all(word in said.split("Commands:")[0] for word in ("plan", "serve", "doctor"))
+        and "..." not in said.split("Commands:")[1]
+    )

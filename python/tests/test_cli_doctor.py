@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from hyperqwen.cli import doctor
-from hyperqwen.cli.doctor import ENVIRONMENT, HEALTHY, NOT_RIGHT, Examination
+from hyperqwen.cli.doctor import ENVIRONMENT, HEALTHY, NOT_RIGHT, Examination, _show
 from hyperqwen.runtime import ports, records
 from hyperqwen.runtime.driver import NVML
 from hyperqwen.runtime.preflight import Item
@@ -130,8 +130,35 @@ def test_no_driver_is_the_machines_fault(machine: Machine) -> None:
     assert found.exit_code == ENVIRONMENT
     assert "key" in failing(found), "what else is wrong is still said"
     (first, *_) = items(found, "driver")
-    assert first.state == "fail" and first.searched and "nix run .#demo" in (first.fix or "")
+    assert first.state == "fail" and first.searched and "./hq run .#demo" in (first.fix or "")
     assert "not known without a card" in items(found, "plan")[-1].found
+
+
+def test_one_fix_is_printed_once(machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = machine.examine(models=tmp_path / "none")
+    fix = item(found, "model").fix
+    assert fix and item(found, "drafter").fix == fix
+    _show(found, verbose=False)
+    said = capsys.readouterr().out
+    assert said.count(fix) == 1 and said.count("fix: as above") == 1
+
+
+def test_what_the_engine_lacks_is_one_line(machine: Machine) -> None:
+    said = [entry.found for entry in items(machine.examine(), "plan")]
+    assert said[0] == "left out, this engine has none yet: lookup drafting, split verification"
+    assert not any("instead of" in line for line in said)
+
+
+def test_caches_are_counted_and_listed_on_request(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("aaa-engine-cuda", "bbb-engine-cuda"):
+        (machine.home / ".cache/hyperqwen" / name).mkdir(parents=True)
+        (machine.home / ".cache/hyperqwen" / name / "kernel").write_bytes(bytes(3 << 20))
+    found = machine.examine()
+    assert "6 MiB of 2 engines" in item(found, "caches").found
+    _show(found, verbose=False)
+    assert "aaa-engine-cuda" not in capsys.readouterr().out
+    _show(found, verbose=True)
+    assert "  bbb-engine-cuda: 3 MiB\n" in capsys.readouterr().out
 
 
 def test_a_card_that_others_hold(machine: Machine) -> None:
@@ -211,7 +238,9 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_seen(machine: Machine, plac
         wrong.mkdir()
     else:
         wrong.write_text("in the way")
-    machine.environ["HYPERQWEN_HOST_FILE"] = str(machine.home / "host.toml") if place == "host.toml" else "/dev/null"
+    machine.environ["HYPERQWEN_HOST_FILE"] = str(machine.home / "host.toml")
+    if place != "host.toml":
+        (machine.home / "host.toml").write_text("")
     if place == "key":
         machine.environ["HYPERQWEN_SERVER_API_KEY_FILE"] = str(wrong)
     found = machine.examine()
@@ -252,7 +281,10 @@ def test_caches_and_their_size(machine: Machine) -> None:
     folder = machine.home / ".cache/hyperqwen/abc-engine/vllm"
     folder.mkdir(parents=True)
     (folder / "kernel").write_bytes(bytes(3 << 20))
-    assert item(machine.examine(), "caches").found.endswith("abc-engine 3 MiB")
+    seen = item(machine.examine(), "caches")
+    assert seen.found.startswith(f"{folder.parent.parent}: 3 MiB of 1 engine;") and seen.searched == (
+        "abc-engine: 3 MiB",
+    )
 
 
 # Servers that run -------------------------------------------------------------------------------------------------

@@ -135,6 +135,12 @@ def test_no_server_is_not_healthy(server: Server) -> None:
     result = health(server, "--url", "http://127.0.0.1:9/")
     assert isinstance(result.exception, HyperqwenError)
     assert "no answer from http://127.0.0.1:9/v1/models" in str(result.exception)
+    assert result.exception.fix == "no server on port 9: start one, or name another with --port"
+
+
+def test_a_server_with_a_key_says_that_none_was_given(server: Server) -> None:
+    result = CliRunner().invoke(command, ["--port", server.port, "--timeout", "1"], env={"HYPERQWEN_API_KEY": None})
+    assert "wants a key, and none was given" in str(result.exception)
 
 
 def test_two_keys_are_one_too_many(server: Server, tmp_path: Path) -> None:

@@ -73,3 +73,12 @@ def test_a_place_that_cannot_be_written(place: str) -> None:
 
     assert result.exit_code == 3
     assert "name a file that you may write" in result.output
+
+
+def test_a_folder_and_an_empty_name_are_no_file(tmp_path: Path) -> None:
+    folder = run(str(tmp_path))
+    assert folder.exit_code == 2 and f"{tmp_path} is a folder" in folder.stderr
+    assert f"keygen {tmp_path}/api-key" in folder.stderr
+    empty = run("")
+    assert empty.exit_code == 2 and "name of the key file is empty" in empty.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -72,6 +72,7 @@ def test_a_server_that_speaks_on_stderr_has_no_log(folder: Path) -> None:
     with launcher(folder) as (process, _):
         done = logs(folder)
         assert done.exit_code == 4 and "--verbose" in done.stderr and str(process.pid) in done.stderr
+        assert "journalctl -u hyperqwen-B" in done.stderr and "docker logs" in done.stderr
 
 
 def test_a_log_that_is_gone(folder: Path) -> None:

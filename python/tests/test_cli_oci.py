@@ -11,6 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner, Result
 
+from hyperqwen.cli import main
 from hyperqwen.cli.oci import command
 from hyperqwen.delivery import image
 from hyperqwen.errors import BadInputError, HyperqwenError, MissingError
@@ -107,7 +108,7 @@ def test_missing_configuration_is_named(tmp_path: Path) -> None:
 def test_program_without_images_says_which_has_them() -> None:
     result = CliRunner().invoke(command, ["write", "--profile", "single", "out.tar"])
     assert isinstance(result.exception, MissingError)
-    assert result.exception.fix == "write with `nix run .#oci -- --profile B out.tar`"
+    assert result.exception.fix == "write with `./hq run .#oci -- --profile B out.tar`"
 
 
 def test_compose_and_quadlet_follow_flags_and_variables(config: Path) -> None:
@@ -120,3 +121,51 @@ def test_compose_and_quadlet_follow_flags_and_variables(config: Path) -> None:
     text = run(config, "quadlet", "single").stdout
     assert "Image=localhost/hyperqwen:single\n" in text
     assert text.endswith("WantedBy=default.target\n")
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_the_models_folder_is_mounted(tmp_path: Path, how: str) -> None:
+    arguments = ["--models", str(tmp_path)] if how == "flag" else []
+    environ = {"HYPERQWEN_MODELS": str(tmp_path)} if how == "variable" else {"HYPERQWEN_MODELS": None}
+    quadlet = CliRunner().invoke(command, ["quadlet", "B", *arguments], env=environ).stdout
+    assert f"Volume={tmp_path}:/models:ro\n" in quadlet and "hyperqwen-models" not in quadlet
+    found = yaml.safe_load(CliRunner().invoke(command, ["compose", "B", *arguments], env=environ).stdout)
+    bound = {"type": "bind", "source": str(tmp_path), "target": "/models", "read_only": True}
+    assert bound in found["services"]["server"]["volumes"] and "hyperqwen-models" not in found["volumes"]
+
+
+def test_without_a_models_folder_the_files_say_how() -> None:
+    for kind in ("compose", "quadlet"):
+        text = CliRunner().invoke(command, [kind, "B"], env={"HYPERQWEN_MODELS": None}).stdout
+        assert "hyperqwen-models" in text and "--models /folder/of/models" in text
+
+
+def test_a_folder_that_a_mount_cannot_name_is_refused() -> None:
+    result = CliRunner().invoke(command, ["quadlet", "B", "--models", "/a:b"])
+    assert isinstance(result.exception, BadInputError) and "the models folder is '/a:b'" in str(result.exception)
+
+
+@pytest.mark.parametrize(("profile", "refused"), [("E", True), ("B", False)])
+def test_a_profile_that_this_engine_refuses_is_named_beside_the_file(profile: str, refused: bool) -> None:
+    result = CliRunner().invoke(command, ["quadlet", profile])
+    assert result.exit_code == 0 and "[Container]" in result.stdout
+    assert ("this engine refuses profile E: " in result.stderr) is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--parallel-tensor", "3"), "parallel.tensor is 3"),
+        (("--engine-arguments", "--api-key sesame"), "--api-key"),
+        (("--server-host", "::1%lo"), "server.host"),
+        (("--parallel-gpus", "0\nPublishPort=1:1"), "parallel.gpus"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["compose", "quadlet"])
+def test_what_no_container_could_run_is_not_written(kind: str, arguments: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(main, ["oci", kind, "B", *arguments], prog_name="hyperqwen")
+
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "sesame" not in result.output
+    assert "[Container]" not in result.stdout

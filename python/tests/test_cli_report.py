@@ -265,3 +265,31 @@ def test_a_file_that_cannot_be(user: User, out: str, code: int, said: str) -> No
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr
     assert [path.name for path in user.out.iterdir()] == ["there.tar.gz"]
     assert (user.out / "there.tar.gz").read_text() == "mine"
+
+
+def test_keys_among_the_engines_arguments_of_every_layer(user: User) -> None:
+    keys = ["of-the-array ab'c", "of-an-abbreviation", "of-the-shadowed-variable", "of-the-flag-01"]
+    profile = user.home / "own.toml"
+    profile.write_text(
+        f'name = "own"\ntitle = "own"\nsummary = "x"\ndevice = "cuda"\n[engine]\narguments = ["--api", "{keys[1]}"]\n'
+    )
+    text = user.host_file.read_text()
+    user.host_file.write_text(f'{text}[engine]\narguments = ["--seed", "1", "--api-key", "{keys[0]}"]\n')
+    variable = {"HYPERQWEN_ENGINE_ARGUMENTS": f"--hf_tok {keys[2]}"}
+    flag = ("--engine-arguments", f"--api_key {keys[3]}", "--profile", str(profile))
+
+    for index, (arguments, environ) in enumerate([((), {}), ((), variable), (flag, variable), (flag[2:], {})]):
+        environ = environ | {"HYPERQWEN_API_KEY": KEYS["variable"]}
+        done = user.report("--out", f"r{index}.tar.gz", *arguments, **environ)
+        assert done.returncode == 0, done.stderr
+        data = gzip.decompress((user.out / f"r{index}.tar.gz").read_bytes())
+        assert leaks(data, *keys) == [] and b"ab'c" not in data
+        assert '"--seed", "1", "--api-key", ' in user.files(f"r{index}")["host.toml"]
+
+
+def test_a_pipe_in_place_of_the_host_file_is_not_waited_for(user: User) -> None:
+    user.host_file.unlink()
+    os.mkfifo(user.host_file)
+    done = user.report("--out", "r.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert "is no file" in user.files()["host.toml"]

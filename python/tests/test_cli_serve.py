@@ -431,7 +431,7 @@ def test_no_gpu_is_no_reason_to_serve_on_the_processor(serve: Serve) -> None:
     # The cause, what was searched, the rest of what is missing, and what this machine can do instead.
     assert "driver" in done.stderr and f"{empty}/libcuda.so.1: not there" in done.stderr
     assert f"the model folder {serve.folder}/models/qwen3.8-27b-fast does not exist" in done.stderr
-    assert "nix run .#demo" in done.stderr
+    assert "./hq run .#demo" in done.stderr
 
 
 def test_waiting_is_for_what_may_come_and_not_for_a_driver(serve: Serve) -> None:
@@ -547,11 +547,11 @@ def test_a_variable_that_is_spelled_wrong_is_refused(serve: Serve) -> None:
 def test_a_program_without_an_engine(serve: Serve) -> None:
     del serve.environ["HYPERQWEN_SERVE_CONFIG"]
     done = serve.run("--profile", "B")
-    assert done.returncode == 4 and "nix run .#serve" in done.stderr
+    assert done.returncode == 4 and "./hq run .#serve" in done.stderr
 
     serve.configure({"engine": "cuda"})
     done = serve.run("--profile", "demo", HYPERQWEN_SERVE_CONFIG=str(serve.folder / "serve.json"))
-    assert done.returncode == 2 and "nix run .#demo" in done.stderr
+    assert done.returncode == 2 and "./hq run .#demo" in done.stderr
 
 
 def test_the_help_has_every_knob(serve: Serve) -> None:

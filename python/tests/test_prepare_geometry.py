@@ -266,3 +266,33 @@ def test_without_quantization_a_card_needs_no_whole_groups() -> None:
 
 def test_key_value_heads_are_cut_or_repeated() -> None:
     assert [geometry.key_value_heads(4, cards) for cards in (1, 2, 4, 8)] == [4, 2, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["config.json", "m.toml"])
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 50_000], ids=["digits", "nested"])
+def test_what_python_cannot_hold_is_the_files_mistake(tmp_path: Path, name: str, value: str) -> None:
+    file = tmp_path / name
+    file.write_text(f'{{"a": {value}' if name.endswith(".json") else f"a = {value}")
+    with pytest.raises(BadInputError, match=rf"{name} is n"):
+        geometry.load(file)
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("num_hidden_layers", 1024), ("hidden_size", 131072), ("vocab_size", 4194304)]
+)
+def test_counts_have_an_end(field: str, most: int) -> None:
+    with pytest.raises(BadInputError, match=rf"{field} is {most + 1}; it must be a whole number from 1 to {most}"):
+        geometry.from_config(
+            {"architectures": ["Qwen3_5ForCausalLM"], **CONFIG["text_config"], field: most + 1}, "m", "config.json"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"architectures": 7}, "architectures"), ({"text_config": 7}, "text_config"), ({"layer_types": 7}, "layer_types")],
+)
+def test_a_field_of_another_kind_is_said(change: dict[str, int], field: str) -> None:
+    with pytest.raises(BadInputError, match=rf"{field} is 7; it must be"):
+        geometry.from_config(
+            {"architectures": ["Qwen3_5ForCausalLM"], **CONFIG["text_config"], **change}, "m", "config.json"
+        )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperqwen.profiles.arguments import FORBIDDEN, PLANNED, parse, without
+from hyperqwen.profiles.arguments import FORBIDDEN, PLANNED, parse, secrets, without
 from hyperqwen.profiles.argv import ModelPaths, engine_flags
 from hyperqwen.profiles.profile import Profile, knobs, load, shipped
 
@@ -23,6 +23,16 @@ from hyperqwen.profiles.profile import Profile, knobs, load, shipped
         (["-tp", "2"], "--tensor-parallel-size", ("2",)),
         (["-tp=2"], "--tensor-parallel-size", ("2",)),
         (["-O3"], "--optimization-level", ("3",)),
+        (["-t", "3"], "--tensor-parallel-size", ("3",)),
+        (["-t=3"], "--tensor-parallel-size", ("3",)),
+        (["-s", "{}"], "--speculative-config", ("{}",)),
+        (["-c", "{}"], "--compilation-config", ("{}",)),
+        (["-qfp8"], "--quantization", ("fp8",)),
+        (["-dp", "2"], "--data-parallel-size", ("2",)),
+        (["-dpa", "x"], "--data-parallel-address", ("x",)),
+        (["-dcp", "2"], "--decode-context-parallel-size", ("2",)),
+        (["-n2"], "--nnodes", ("2",)),
+        (["-a", "x"], "-a", ("x",)),
         (["-O", "3"], "--optimization-level", ("3",)),
         (["--compilation-config.cudagraph_mode", "FULL"], "--compilation-config", ("FULL",)),
         (["--compilation_config.cudagraph_mode=FULL"], "--compilation-config", ("FULL",)),
@@ -92,3 +102,9 @@ def test_every_flag_of_a_plan_is_known_here() -> None:
 
 def test_knobs_named_for_flags_exist() -> None:
     assert {knob for knob in PLANNED.values() if knob is not None} <= {knob.path for knob in knobs()}
+
+
+def test_keys_are_found_in_every_spelling() -> None:
+    words = ["--api-key", "a", "b", "--seed", "1", "--api_key=c", "--api", "d", "--hf-tok", "e", "--api-k", "-f"]
+    assert secrets(words) == ["a", "b", "c", "d", "e", "-f"]
+    assert secrets(["--seed", "1", "--api-server-count", "2"]) == []

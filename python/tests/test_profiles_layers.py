@@ -160,3 +160,10 @@ def test_a_value_that_is_shown_reads_back(data: st.DataObject) -> None:
 def test_secrets_are_shown_by_length() -> None:
     assert redacted("hunter2") == "set (7 characters)"
     assert redacted("") == "not set"
+
+
+@pytest.mark.parametrize("name", ["server.port", "memory.utilization", "cache.retention"])
+def test_a_number_of_thousands_of_digits_is_refused(name: str) -> None:
+    knob = next(knob for knob in knobs() if knob.path == name)
+    with pytest.raises(BadInputError, match=name):
+        read_text(knob, "1" * 5000)

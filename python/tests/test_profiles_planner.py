@@ -10,7 +10,7 @@ import pytest
 from hyperqwen.errors import BadInputError, MissingError
 from hyperqwen.prepare import geometry as geometries
 from hyperqwen.profiles import cards, memory
-from hyperqwen.profiles.argv import capture_tokens, engine_flags, engine_settings, model_paths
+from hyperqwen.profiles.argv import ModelPaths, capture_tokens, engine_flags, engine_settings, model_paths
 from hyperqwen.profiles.capabilities import CAPABILITIES
 from hyperqwen.profiles.layers import resolve
 from hyperqwen.profiles.planner import Plan, make_plan, models_folder
@@ -336,3 +336,22 @@ def test_the_report_is_json_and_has_every_byte() -> None:
     assert report["budget"]["largest_context"] == memory.largest_context(found.budget.load)
     everything = sum(figure["bytes"] for figure in report["budget"]["figures"]) + report["budget"]["margin_bytes"]
     assert everything == report["budget"]["card_bytes"]
+
+
+def test_model_folders_are_absolute_and_never_a_shells_to_expand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ann")
+    profile = load(shipped()["B"]).with_values({"speculation.method": "dflash2"})
+    own = profile.with_values({"model.directory": "m", "model.drafter": "d"})
+
+    assert model_paths(own, Path("models")) == ModelPaths(tmp_path / "m", tmp_path / "d")
+    found = model_paths(profile, Path("models"))
+    assert found.model.parent == tmp_path / "models" and found.drafter is not None
+    assert found.drafter.parent == tmp_path / "models"
+    for values, field in (({"model.directory": "~/m"}, "model.directory"), ({"model.drafter": "~/m"}, "model.drafter")):
+        with pytest.raises(BadInputError, match=rf"{field}: ~/m begins with ~\n  fix: write it in full: /home/ann/m"):
+            model_paths(profile.with_values(values), Path("models"))
+    with pytest.raises(BadInputError, match="--models"):
+        model_paths(profile, Path("~/models"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_a_knob_says_what_it_takes() -> None:
     assert by_path["server.port"].accepts == "a whole number from 1 to 65535"
     assert by_path["cache.prefix"].accepts == "true or false"
     assert by_path["memory.utilization"].accepts == "a number above 0 to 0.99"
-    assert by_path["cache.retention"].accepts == "dense, end, or a whole number from 1"
+    assert by_path["cache.retention"].accepts == "dense, end, or a whole number from 1 to 16777216"
     assert by_path["limits.context_tokens"].variable == "HYPERQWEN_LIMITS_CONTEXT_TOKENS"
     assert by_path["limits.context_tokens"].flag == "--limits-context-tokens"
 
@@ -175,3 +176,48 @@ def test_profiles_differ_from_each_other() -> None:
     profiles = [load(path).model_dump(exclude={"name", "title", "summary"}) for path in shipped().values()]
     for first, second in pairwise(profiles):
         assert first != second
+
+
+@pytest.mark.parametrize("text", [f"x = {'1' * 5000}\n", f"x = {'[' * 5000}"], ids=["digits", "nested"])
+def test_toml_that_python_cannot_hold_is_the_users_mistake(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(text)
+    with pytest.raises(BadInputError, match=r"x\.toml is not TOML"):
+        load(file)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.toml")
+    with pytest.raises(BadInputError, match=r"x\.toml is no file"):
+        load(tmp_path / "x.toml")
+
+
+NAMES = ("model.name", "model.served_name")
+
+
+def test_every_whole_number_has_an_end_and_no_text_a_control_character() -> None:
+    assert [knob.path for knob in knobs() if "int" in knob.kind and knob.maximum is None] == []
+    profile = load(shipped()["B"])
+    for knob in knobs():
+        if knob.kind in ("text", "list"):
+            for letter in "\0\n\x1b\x85":
+                text = f"a{letter}b"
+                with pytest.raises(
+                    ValueError, match="has the control character" if knob.path not in NAMES else "pattern"
+                ):
+                    profile.with_values({knob.path: [text] if knob.kind == "list" else text})
+
+
+def test_one_mistake_is_one_line() -> None:
+    with pytest.raises(BadInputError) as raised:
+        parse(tomllib.loads(TEXT) | {"cache": {"retention": "x"}, "model": {"name": "a b"}}, "x.toml")
+    assert str(raised.value).splitlines() == [
+        "2 problems in x.toml:",
+        "  model.name is 'a b' (text); it must match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'",
+        "  cache.retention is 'x' (text); it must be 'dense' or 'end', or must be a valid integer",
+    ]
+
+
+def test_a_number_too_long_to_be_printed() -> None:
+    with pytest.raises(BadInputError, match=r"port is a number of 20,000 bits"):
+        parse(tomllib.loads(TEXT) | {"server": {"port": int("f" * 5000, 16)}}, "x.toml")

@@ -79,6 +79,14 @@ def test_a_key_that_is_a_word_or_a_number_of_ours(key: str) -> None:
         ("GET /v1/models?api_key=abcd HTTP/1.1", f"GET /v1/models?api_key={MARK} HTTP/1.1"),
         ("http://ann:pw@proxy:3128/x", f"http://{MARK}@proxy:3128/x"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln", MARK),
+        ("Namespace(api_key=['a', 'b'], port=1)", f"Namespace(api_key=[{MARK}], port=1)"),
+        ("Cookie: session=abcd; other=efgh", f"Cookie: {MARK}"),
+        ("glpat-abcdefghij0123456789", MARK),
+        (
+            f"-----BEGIN PRIVATE KEY-----\n{'A' * 64}\nBBBB==\n-----END PRIVATE KEY-----\nmore",
+            f"-----BEGIN PRIVATE KEY-----{MARK}-----END PRIVATE KEY-----\nmore",
+        ),
+        (f"so\n{'A' * 64}\n{'B' * 20}\n-----END RSA PRIVATE KEY-----", f"so\n{MARK}-----END RSA PRIVATE KEY-----"),
         ("GPU-11111111-aaaa-0000-0000-000000000001", "GPU-11111111…"),
     ],
 )

@@ -83,5 +83,8 @@ def test_an_answer_of_another_api(url: str, body: bytes) -> None:
 
 
 def test_nobody_there() -> None:
-    with Client("http://127.0.0.1:9", "nano") as client, pytest.raises(Unreachable, match="no answer from"):
-        ask(client)
+    with Client("http://127.0.0.1:9", "nano") as client:
+        with pytest.raises(Unreachable, match="no answer from"):
+            ask(client)
+        with pytest.raises(Unreachable, match=r"no answer from http://127\.0\.0\.1:9/metrics: "):
+            client.metrics(timeout=1)

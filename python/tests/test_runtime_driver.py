@@ -432,7 +432,7 @@ def test_no_card_is_said_alone(plain: Tree) -> None:
 
     driver = seen(plain)
 
-    assert codes(driver) == ["no-card"] and "nix run .#demo" in driver.problems[0].fix
+    assert codes(driver) == ["no-card"] and "./hq run .#demo" in driver.problems[0].fix
 
 
 def test_nouveau_has_the_card(plain: Tree) -> None:

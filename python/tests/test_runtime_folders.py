@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hyperqwen.errors import UnsuitableError
+from hyperqwen.errors import BadInputError, UnsuitableError
 from hyperqwen.runtime import folders
 
 
@@ -65,3 +65,18 @@ def test_no_place_at_all(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None
         folders.prepare({"HOME": str(blocked)}, "id")
 
     assert "neither a cache" in str(raised.value) and "TMPDIR" in str(raised.value)
+
+
+def test_what_is_relative_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    made = folders.prepare({}, "id", Path("c"))
+
+    assert (made.cache, made.logs) == (tmp_path / "c/id", tmp_path / "c/log")
+    assert folders.cache_folder({}, "id", Path("c")) == made.cache
+    assert folders.logs_folder({}, Path("c")) == made.logs
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(BadInputError, match=r"cache folder's name is empty"):
+        folders.prepare({}, "id", Path(""))

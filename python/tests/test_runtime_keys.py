@@ -105,6 +105,21 @@ def test_a_service_gets_its_key_as_a_credential(tmp_path: Path) -> None:
         resolve_key(None, environ)
 
 
+def test_a_credential_comes_before_a_key_file_and_says_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    credential, named = tmp_path / "api-key", tmp_path / "hidden-by-the-sandbox"
+    credential.write_text("from-systemd\n")
+    assert [resolve_key(named, environ) for _ in range(2)] == ["from-systemd"] * 2
+    said = capfd.readouterr().err.splitlines()
+    assert said == [f"hyperqwen: the key is the service's credential {credential}; the key file {named} is not read"]
+
+    credential.unlink()
+    with pytest.raises(MissingError, match="hidden-by-the-sandbox does not exist"):
+        resolve_key(named, environ)
+
+
 def test_what_is_no_file_is_no_key(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
@@ -118,3 +133,7 @@ def test_a_key_has_a_length_that_a_header_carries() -> None:
     with pytest.raises(BadInputError, match=r"has 1,025 characters") as raised:
         resolve_key(None, {"HYPERQWEN_API_KEY": "k" * 1025})
     assert "kkk" not in str(raised.value)
+
+
+def test_a_service_says_where_its_administrator_finds_the_key() -> None:
+    assert shell_key(None, Path("/run/credentials/x/api-key")) == "$(sudo cat /etc/hyperqwen/api-key)"

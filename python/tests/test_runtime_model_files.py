@@ -143,6 +143,9 @@ def test_random_weights_need_no_shards_and_a_drafter_no_tokenizer(model: Path) -
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert said(tmp_path / "none") == f"the model folder {tmp_path / 'none'} does not exist"
+    (trouble,) = check(tmp_path / "none").troubles
+    assert "copy a prepared folder there, or name it with --models FOLDER" in trouble.fix
+    assert "prepare the model again" not in trouble.fix
     (tmp_path / "file").touch()
     assert said(tmp_path / "file") == f"the model folder {tmp_path / 'file'} is not a folder"
 

@@ -85,7 +85,7 @@ def test_an_address_that_is_none_is_refused_by_name(address: str) -> None:
         Notifier({"NOTIFY_SOCKET": address})
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "soon", "1.5"])
+@pytest.mark.parametrize("text", ["", "0", "-5", "soon", "1.5", "٣", "1" * 5000])
 def test_a_watchdog_time_that_is_none(text: str) -> None:
     with pytest.raises(UnsuitableError, match="WATCHDOG_USEC is"):
         Notifier({"NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": text})

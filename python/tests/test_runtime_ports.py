@@ -73,3 +73,9 @@ def test_nobody_holds_a_free_port() -> None:
     with ports.claim("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
     assert ports.holder_of(port) is None
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "a..b"])
+def test_a_host_that_no_name_can_be(host: str) -> None:
+    with pytest.raises(BadInputError, match="is no name"):
+        ports.claim(host, 0)

@@ -155,7 +155,7 @@ def test_no_driver_says_what_was_searched_and_names_the_demo_once() -> None:
         ("cards", "skip"),
     ]
     assert items[0].searched == ("/usr/lib: not there",) and items[1].searched == ()
-    assert [("nix run .#demo" in (item.fix or "")) for item in items[:3]] == [True, False, False]
+    assert [("./hq run .#demo" in (item.fix or "")) for item in items[:3]] == [True, False, False]
     with pytest.raises(UnsuitableError, match=r"searched:\n    /usr/lib: not there"):
         preflight.refuse(items)
 

@@ -63,7 +63,7 @@ def test_a_number_that_another_process_has_now_is_not_the_run(tmp_path: Path) ->
     assert records.found(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"port": 18020}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"port": 18020}', "[" * 50_000, '{"pid": ' + "1" * 5000 + "}"])
 def test_a_file_that_is_no_record_is_left_alone(tmp_path: Path, text: str) -> None:
     mine = record()
     records.write(tmp_path, mine)
@@ -81,3 +81,10 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UnsuitableError, match=r"record of this run cannot be written: .*: Not a directory"):
         records.write(tmp_path / "file", record())
+
+
+def test_a_pipe_among_the_records_is_not_waited_for(tmp_path: Path) -> None:
+    mine = record()
+    records.write(tmp_path, mine)
+    os.mkfifo(records.folder(tmp_path) / "1-1.json")
+    assert records.found(tmp_path) == [mine]

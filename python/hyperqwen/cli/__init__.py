@@ -10,25 +10,26 @@ import click
 from hyperqwen import __version__
 from hyperqwen.errors import INTERRUPTED, HyperqwenError, UnsuitableError
 
-# Each is a module of this package that exports itself as `command`.
-COMMANDS = (
-    "demo",
-    "docs",
-    "doctor",
-    "down",
-    "fetch",
-    "health",
-    "keygen",
-    "logs",
-    "nano",
-    "oci",
-    "patches",
-    "pins",
-    "plan",
-    "profile",
-    "report",
-    "serve",
-)
+# Each is a module of this package that exports itself as `command`. The summaries stand here so that the list of
+# commands imports none of them, and so that none is cut in the middle.
+COMMANDS = {
+    "demo": "Serve nano, the small model that ships, on this processor.",
+    "docs": "Write or check the generated parts of the docs.",
+    "doctor": "Say what is wrong on this machine, and how to mend it.",
+    "down": "Stop a server, after its running requests.",
+    "fetch": "Bring the pinned files that the Nix store lacks.",
+    "health": "Exit 0 if a server generates tokens.",
+    "keygen": "Write a new API key into a file.",
+    "logs": "Print the end of a server's log.",
+    "nano": "Write, check and talk to the small model.",
+    "oci": "Write container images, and the files that start them.",
+    "patches": "List, check, apply and write the changes to vLLM.",
+    "pins": "Check and update the pinned bytes that all is built from.",
+    "plan": "Say what a profile takes of a card, and whether it fits.",
+    "profile": "List the profiles, and show one as it is on this host.",
+    "report": "Write a bundle for a bug report, without secrets.",
+    "serve": "Serve a profile (OpenAI API).",
+}
 
 
 class KnownError(click.ClickException):
@@ -58,6 +59,10 @@ class Root(click.Group):
         command: click.Command = importlib.import_module(f"{__name__}.{cmd_name}").command
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -76,7 +81,10 @@ class Root(click.Group):
 @click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="hyperqwen")
 def main() -> None:
-    """From pinned bytes to a served answer: pins, patches, nano, and the demo that serves it.
+    """Serve Qwen 3.8 27B on your own card: plan a profile, serve it, and let doctor say what is in the way.
+
+    Begin with doctor and plan; serve starts a profile, and demo a small model that needs no card. The others look after
+    running servers, deliver them (oci), and bring, check and patch the pinned bytes that all is built from.
 
     Exit codes: 0 ok, 1 failure, 2 bad input, 3 environment unsuitable, 4 not found, 5 verification failed,
     130 interrupted.

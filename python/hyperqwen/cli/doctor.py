@@ -29,6 +29,7 @@ from hyperqwen.runtime.site import Site
 
 if TYPE_CHECKING:
     from hyperqwen.profiles.cards import Card
+    from hyperqwen.profiles.rules import Notice
     from hyperqwen.runtime.bundle import Scrubber
     from hyperqwen.runtime.gpu import Gpu
     from hyperqwen.runtime.records import Record
@@ -42,6 +43,13 @@ _LOG_BYTES = 1 << 18
 _SHOWN_ERRORS = 3
 # An error that vLLM or we logged, or the last line of a traceback.
 _ERROR = re.compile(r"\b(?:ERROR|CRITICAL) \d\d-\d\d |(?:\A|\] )(?:\w+\.)*\w+(?:Error|Exception): ")
+# For an error that says in its message alone what is wrong.
+_FIX = "mend what the message names"
+_FIXES = {
+    "configuration": "mend it where it is set (host file, variable or flag); hyperqwen profile show B lists every knob",
+    "engine": "start it through ./hq run .#serve, which says where its engine is",
+}
+_LEFT_OUT = re.compile(r"this engine has no (.+?) yet")
 _BAD_CLOCKS = ("thermal", "brake", "hardware slowdown")
 
 About = Literal["host", "hyperqwen"]
@@ -132,7 +140,7 @@ class Examination:
 @models_option
 @cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text: with all that was found.")
-@click.option("--verbose", is_flag=True, help="Also print every place that was searched.")
+@click.option("--verbose", is_flag=True, help="Also print every place that was searched, and every cache.")
 @config_option
 @knob_options
 @click.pass_context
@@ -261,7 +269,7 @@ class _Look:
             seen = see()
             found = [Item(name, "ok", seen)] if isinstance(seen, str) else [seen] if isinstance(seen, Item) else [*seen]
         except HyperqwenError as error:
-            found = [Item(name, "fail", error.message, error.fix, code=error.exit_code)]
+            found = [Item(name, "fail", error.message, error.fix or _FIXES.get(name, _FIX), code=error.exit_code)]
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             found = [Item(name, "fail", said, "see whether that is what it should be, and may be read")]
@@ -269,7 +277,7 @@ class _Look:
 
     def _engine(self) -> str | Item:
         if self.config is None:
-            said = "this program brings none; `nix run .#serve` does, and its compiler with it"
+            said = "this program brings none; `./hq run .#serve` does, and its compiler with it"
             return Item("engine", "skip", said)
         self.parts = site.read(self.config, "serve")
         return f"{self.parts.engine_id}, for {'GPUs' if self.parts.engine == 'cuda' else 'the processor'}"
@@ -313,7 +321,12 @@ class _Look:
             said = "\n".join(notice.message for notice in plan.refusals)
             yield Item("plan", "fail", said, "; ".join(notice.fix for notice in plan.refusals), code=errors.USAGE)
             return
+        left_out = {id(notice): name for notice in plan.notices if (name := _left_out(notice))}
+        if left_out:
+            yield Item("plan", "ok", f"left out, this engine has none yet: {', '.join(left_out.values())}")
         for notice in plan.notices:
+            if id(notice) in left_out:
+                continue
             # A correction has been made; a warning is for the user to act on.
             yield Item("plan", "ok" if notice.level == "correct" else "warn", notice.message, notice.fix)
         limits = plan.profile.limits
@@ -359,7 +372,7 @@ class _Look:
         if profile is None:
             return []
         if profile.device == "cpu" and not profile.model.directory:
-            return [Item("model", "skip", "the demo brings its own: nix run .#demo")]
+            return [Item("model", "skip", "the demo brings its own: ./hq run .#demo")]
         paths = self.plan.paths if self.plan else model_paths(profile, models_folder(self.environ, self.models))
         return preflight.model(profile, paths)
 
@@ -428,6 +441,13 @@ def plan_summary(plan: Plan) -> dict[str, object]:
     }
 
 
+def _left_out(notice: Notice) -> str | None:
+    """What the engine lacks for `notice`, where the plan goes on without it."""
+    about = notice.rule == "accelerators" or notice.rule.endswith("-capability")
+    said = _LEFT_OUT.search(notice.message) if about and notice.level == "correct" else None
+    return said and said[1]
+
+
 def _host(seen: driver.Survey) -> Item:
     host = seen.host
     around = f" in {host.container}" if host.container else " on WSL2" if host.wsl2 else ""
@@ -467,8 +487,10 @@ def _caches(folder: Path) -> Item:
     engines = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not engines:
         return Item("caches", "ok", f"none yet in {folder}: the first start compiles")
-    sizes = [(path.name, sum(_sizes(path))) for path in engines]
-    return Item("caches", "ok", f"{folder}: " + ", ".join(f"{name} {mib(size)} MiB" for name, size in sizes))
+    sizes = {path.name: sum(_sizes(path)) for path in engines}
+    count = f"{len(sizes)} engine" + ("s" if len(sizes) > 1 else "")
+    found = f"{folder}: {mib(sum(sizes.values()))} MiB of {count}; all may be removed while no server runs"
+    return Item("caches", "ok", found, searched=tuple(f"{name}: {mib(size)} MiB" for name, size in sizes.items()))
 
 
 def _sizes(folder: Path) -> Iterator[int]:
@@ -546,10 +568,14 @@ def _show(found: Examination, verbose: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colours = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
     width = max(len(check.item.name) for check in found.checks)
+    above = ""
     for check in found.checks:
         item = check.item
         console.print(f"[{colours[item.state]}]{item.state:4}[/]  {item.name:{width}}  ", end="")
-        lines = _lines(item, verbose)
+        # One cause often fails several lines, of which the first may add to what mends them.
+        fix = item.fix or ""
+        lines = _lines(replace(item, fix="as above") if fix and above.startswith(fix) else item, verbose)
+        above = above if fix and above.startswith(fix) else fix
         console.print(lines[0], markup=False)
         for line in lines[1:]:
             console.print(f"{'':{width + 8}}{line}", markup=False)
@@ -565,7 +591,9 @@ def _show(found: Examination, verbose: bool) -> None:
 def _lines(item: Item, verbose: bool) -> Sequence[str]:
     lines = item.found.splitlines() or [""]
     if item.searched and verbose:
-        lines += ["searched:", *(f"  {place}" for place in item.searched)]
+        lines += [*([] if item.state == "ok" else ["searched:"]), *(f"  {place}" for place in item.searched)]
+    elif item.searched and item.state == "ok":
+        lines[-1] += " (each: --verbose)"
     elif item.searched:
         lines.append(f"({len(item.searched)} places were searched: --verbose)")
     if item.fix and item.state in ("fail", "warn"):

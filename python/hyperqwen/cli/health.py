@@ -71,10 +71,18 @@ def served_model(url: str, key: str | None, timeout: float) -> str:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=timeout, trust_env=False)
+    except httpx.ConnectError as error:
+        at = httpx.URL(url)
+        where = f"port {at.port}" if at.host in ("127.0.0.1", "localhost", "::1") else str(at)
+        raise Unreachable(
+            f"no answer from {url}/v1/models: {error}",
+            f"no server on {where}: start one, or name another with --port",
+        ) from None
     except httpx.HTTPError as error:
         raise Unreachable(f"no answer from {url}/v1/models: {error or type(error).__name__}") from None
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        raise HyperqwenError(f"{url} does not accept this key", "give the server's: --api-key-file FILE")
+        said = "does not accept this key" if key else "wants a key, and none was given"
+        raise HyperqwenError(f"{url} {said}", "give the server's: --api-key-file FILE")
     try:
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError):

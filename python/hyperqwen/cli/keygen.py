@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -64,15 +65,19 @@ def write_key(file: Path, replace: bool) -> None:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.argument("file", type=click.Path(), required=False)
 @click.option(
     "--replace", is_flag=True, help="Replace the key of an existing file: clients with the old one are refused."
 )
-def command(file: Path | None, replace: bool) -> None:
+def command(file: str | None, replace: bool) -> None:
     """Write a new key into FILE (else hyperqwen/api-key among your configuration), readable by you alone.
 
     The key is never printed. Give the file to the server (--api-key-file, or api_key_file in a host file).
     """
-    target = default_file() if file is None else file
+    if file == "":
+        raise BadInputError("the name of the key file is empty", "name a file: keygen FILE")
+    target = default_file() if file is None else Path(file)
+    if target.is_dir():
+        raise BadInputError(f"{target} is a folder", f"name a file: keygen {shlex.quote(str(target / 'api-key'))}")
     write_key(target, replace)
     click.echo(str(target.absolute()))

@@ -19,7 +19,7 @@ from hyperqwen.runtime.records import Record
 
 POLL_SECONDS = 0.25
 _CHUNK = 1 << 16
-_JOURNAL = "a systemd service's log is in the journal: journalctl -u hyperqwen-NAME"
+_JOURNAL = "a service's log is in the journal (journalctl -u hyperqwen-B), a container's in docker logs or podman logs"
 
 port_option = click.option("--port", type=click.IntRange(1, 65535), help="The server on this port.")
 name_option = click.option("--profile", metavar="NAME", help="The server of this profile: A to E, demo.")
@@ -93,7 +93,8 @@ def find(folder: Path, port: int | None, profile: str | None) -> Path:
         if record.log is None:
             raise MissingError(
                 f"the server on port {record.port} keeps no log: it was started with --verbose",
-                f"look where its launcher (process {record.pid}) writes; {_JOURNAL}",
+                f"look where its launcher (process {record.pid}) writes: a terminal, or of a service "
+                f"journalctl -u hyperqwen-{record.profile}, of a container docker logs or podman logs",
             )
         return record.log
     if profile is not None:

@@ -16,12 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hyperqwen.cli.knobs import given_flags, knob_options
 from hyperqwen.cli.profile import host_file_option
-from hyperqwen.delivery import image
+from hyperqwen.delivery import image, rootfs
 from hyperqwen.delivery.compose import compose_file
 from hyperqwen.delivery.container import container
 from hyperqwen.delivery.quadlet import quadlet_file
 from hyperqwen.errors import BadInputError, MissingError
-from hyperqwen.profiles.layers import find, resolve
+from hyperqwen.profiles import rules
+from hyperqwen.profiles.layers import Effective, find, resolve
+from hyperqwen.profiles.planner import MODELS, make_plan, models_folder
 from hyperqwen.profiles.profile import load
 from hyperqwen.runtime.problems import describe
 
@@ -44,11 +46,11 @@ def read_images(file: Path) -> Images:
     try:
         return Images.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise MissingError(f"the configuration {file} does not exist", "start it through `nix run .#oci`") from None
+        raise MissingError(f"the configuration {file} does not exist", "start it through `./hq run .#oci`") from None
     except ValidationError as error:
         raise BadInputError(describe(error, Images, str(file))) from None
     except ValueError as error:
-        raise BadInputError(f"{file} is not JSON: {error}", "start it through `nix run .#oci`") from None
+        raise BadInputError(f"{file} is not JSON: {error}", "start it through `./hq run .#oci`") from None
 
 
 @click.group()
@@ -77,13 +79,14 @@ def write(target: str, name: str, as_json: bool, config: Path | None) -> None:
     if config is None:
         raise MissingError(
             "this program does not say what the images are made of",
-            f"write with `nix run .#oci -- --profile {profile.name} {target}`",
+            f"write with `./hq run .#oci -- --profile {profile.name} {target}`",
         )
+    _warn_of_refusals(resolve(profile.name, environ={}))
     images = read_images(config).images
     if profile.name not in images:
         raise BadInputError(
             f"this program has no image of profile {profile.name}, only of {', '.join(sorted(images))}",
-            "use `nix run .#oci`, which has all of them",
+            "use `./hq run .#oci`, which has all of them",
         )
     found = image.load(images[profile.name])
     started = time.monotonic()
@@ -156,16 +159,38 @@ def _shown(found: image.Image, passes: int) -> Iterator[image.Progress]:
     yield report
 
 
+def _warn_of_refusals(effective: Effective, models: Path | None = None) -> None:
+    """Say on stderr what this engine lacks for the profile: the file may be for another one.
+
+    Raises BadInputError for what no engine runs, such as three cards or a key among the flags.
+    """
+    refusals = make_plan(effective, models=models_folder({}, models or Path(rootfs.MODELS))).refusals
+    hard = tuple(notice for notice in refusals if not notice.rule.endswith("-capability"))
+    refusal = rules.refusal(hard)
+    if refusal is not None:
+        raise refusal
+    for notice in refusals:
+        _say(f"this engine refuses profile {effective.profile.name}: {notice.message}\n  fix: {notice.fix}")
+
+
 def _file_command(kind: str, render: Callable[[Container], str], what: str) -> None:
     @command.command(kind, help=what)
     @click.argument("name")
     @host_file_option
+    @click.option(
+        "--models",
+        type=click.Path(path_type=Path),
+        envvar=MODELS,
+        show_envvar=True,
+        help="Folder of the prepared models on the host, to be mounted; without it a volume holds them.",
+    )
     @knob_options
     @click.pass_context
-    def file(context: click.Context, name: str, host_file: Path | None) -> None:
+    def file(context: click.Context, name: str, host_file: Path | None, models: Path | None) -> None:
         environ = {variable: value for variable, value in os.environ.items() if variable != CONFIG}
         effective = resolve(name, host_file=host_file, environ=environ, flags=given_flags(context))
-        click.echo(render(container(effective)), nl=False)
+        _warn_of_refusals(effective, models)
+        click.echo(render(container(effective, models)), nl=False)
 
 
 def _help(what: str) -> str:

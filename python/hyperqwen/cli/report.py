@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -29,13 +31,15 @@ from hyperqwen.cli.doctor import (
 from hyperqwen.cli.knobs import given_flags, knob_options
 from hyperqwen.cli.profile import host_file_option
 from hyperqwen.errors import BadInputError, HyperqwenError, UnsuitableError
-from hyperqwen.profiles.layers import HOST_FILE, HOST_FILES, shown
-from hyperqwen.profiles.profile import knobs
+from hyperqwen.files import TOML_LIMIT, read_regular
+from hyperqwen.profiles.layers import HOST_FILE, HOST_FILES, find, shown
+from hyperqwen.profiles.profile import knobs, read_table
 from hyperqwen.runtime import bundle, measured, preflight
 from hyperqwen.runtime.bundle import Scrubber
 
 _SUFFIX = ".tar.gz"
 _MOST_LOGS = 6
+_ARGUMENTS = next(knob for knob in knobs() if knob.path == "engine.arguments")
 # What is in the bundle, by name, for those who look before they send it.
 _ABOUT = {
     "README.txt": "this list",
@@ -101,7 +105,11 @@ def command(
         environ=os.environ,
     )
     settings = _host_file(host_file, os.environ)
-    scrubber = bundle.scrubber(os.environ, _key_files(found, settings))
+    scrubber = bundle.scrubber(
+        os.environ,
+        _key_files(found, settings),
+        arguments=_arguments(found, profile, settings, given_flags(context), os.environ),
+    )
     members = collect(found, scrubber, settings, lines, os.environ)
     bundle.write(file, members, scrubber)
     if as_json:
@@ -139,7 +147,10 @@ def collect(
     members |= {f"logs/{name}": scrubber.log(text).encode() for name, text in logs.items()}
     if host_file is not None:
         try:
-            members["host.toml"] = scrubber.text(host_file.read_text(encoding="utf-8", errors="replace")).encode()
+            text = read_regular(host_file, TOML_LIMIT).decode("utf-8", errors="replace")
+            members["host.toml"] = scrubber.text(text).encode()
+        except BadInputError as error:
+            members["host.toml"] = scrubber.text(f"# {error.message}\n").encode()
         except OSError as error:
             members["host.toml"] = scrubber.text(f"# {host_file} cannot be read: {error.strerror}\n").encode()
     about = [f"A report of hyperqwen {__version__}. {bundle.MARK} stands where something secret was.", ""]
@@ -245,3 +256,25 @@ def _key_files(found: Examination, host_file: Path | None) -> list[Path]:
     if host_file is not None:
         files += bundle.named_key_files(host_file)
     return files
+
+
+def _arguments(
+    found: Examination, profile: str, host_file: Path | None, flags: Mapping[str, str], environ: Mapping[str, str]
+) -> list[list[str]]:
+    """The engine's arguments of every layer: also of one that another shadows, or that is not right."""
+    lists = [] if found.effective is None else [list(found.effective.profile.engine.arguments)]
+    for text in (flags.get(_ARGUMENTS.path), environ.get(_ARGUMENTS.variable)):
+        if text is not None:
+            lists.append(text.split())
+            with contextlib.suppress(ValueError):
+                lists.append(shlex.split(text))
+    files = [] if host_file is None else [host_file]
+    with contextlib.suppress(HyperqwenError):
+        files.append(find(profile))
+    for file in files:
+        lists.append(bundle.quoted_words(file))
+        with contextlib.suppress(HyperqwenError, OSError):
+            engine = read_table(file, "file", HOST_FILES[0]).get("engine")
+            words = engine.get("arguments") if isinstance(engine, dict) else None
+            lists.append([str(word) for word in words] if isinstance(words, list) else str(words or "").split())
+    return lists

@@ -123,7 +123,7 @@ def command(
         context.exit(errors.USAGE if plan.refusals else errors.OK)
     if parts is None:
         raise MissingError(
-            "this program does not say where an engine is", "serve with `nix run .#serve -- --profile NAME`"
+            "this program does not say where an engine is", "serve with `./hq run .#serve -- --profile NAME`"
         )
     _require_device(effective, parts)
     notifier = Notifier(os.environ)
@@ -168,11 +168,11 @@ def _require_device(effective: Effective, parts: Site) -> None:
     if profile.device == "cpu":
         raise BadInputError(
             f"profile {profile.name} is for the processor, and this program's engine is for GPUs",
-            "nix run .#demo serves it",
+            "./hq run .#demo serves it",
         )
     raise BadInputError(
         f"profile {profile.name} needs a GPU, and this program's engine is for the processor",
-        f"nix run .#serve -- --profile {profile.name}",
+        f"./hq run .#serve -- --profile {profile.name}",
     )
 
 
@@ -302,7 +302,7 @@ class Start:
                     limit=Limit(started, server.start_seconds, "--server-start-seconds"),
                     notifier=self.notifier,
                     key=key,
-                    shell_key=keys.shell_key(file),
+                    shell_key=keys.shell_key(file, keys.credential_file(os.environ)),
                     drain=server.drain_seconds,
                     as_json=self.as_json,
                     every=self._watchdog(),
@@ -330,7 +330,7 @@ class Start:
                 api_key=key,
             ) | dict(look.plan.environment)
         if parts.cc is None:
-            raise MissingError("the program's configuration names no C compiler", "start it through `nix run .#serve`")
+            raise MissingError("the program's configuration names no C compiler", "start it through `./hq run .#serve`")
         return cuda_environment(
             os.environ,
             cache=cache,

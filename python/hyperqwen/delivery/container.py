@@ -138,12 +138,14 @@ _OUTSIDE = frozenset(
 )
 
 
-def container(effective: Effective) -> Container:
+def container(effective: Effective, models: Path | None = None) -> Container:
     """How the profile of `effective` runs in a container, with what its upper layers change as variables.
 
     server.host and server.port become the address that is published, server.api_key_file the secret, model.directory
-    and model.drafter mounts, and parallel.gpus the devices. Raises BadInputError for a profile that no image is made
-    of, and for an address or a path that a container runtime would take for something else.
+    and model.drafter mounts, and parallel.gpus the devices. `models` is a folder of the host with all models, which is
+    mounted where neither of those two is set; the demo's image brings its model and needs none. Raises BadInputError
+    for a profile that no image is made of, and for an address or a path that a container runtime would take for
+    something else.
     """
     profile = effective.profile
     file = shipped().get(profile.name)
@@ -164,7 +166,7 @@ def container(effective: Effective) -> Container:
             for knob in knobs()
             if knob.path not in _OUTSIDE and profile.get(knob.path) != plain.get(knob.path)
         },
-        mounts=_mounts(profile),
+        mounts=_mounts(profile, models),
         key_file=_path("server.api_key_file", profile.server.api_key_file),
         # NCCL talks through it where cards cannot reach each other; evicted pages come on top.
         shm_mib=1024 * ((8 if profile.parallel.tensor > 1 else 1) + profile.memory.offload_gib),
@@ -190,7 +192,8 @@ def _address(host: str) -> str:
     if host == "localhost":
         return "127.0.0.1"
     try:
-        return str(ipaddress.ip_address(host))
+        # A zone ("%eth0") is text of its own, and no port is published on one.
+        return str(ipaddress.ip_address(host.replace("%", " ")))
     except ValueError:
         raise BadInputError(
             f"server.host is {host!r}, and a container's port is published on an address, not on a name",
@@ -198,11 +201,13 @@ def _address(host: str) -> str:
         ) from None
 
 
-def _mounts(profile: Profile) -> tuple[Mount, ...]:
-    """The named folders of models, mounted where the launcher looks for this profile's model and drafter."""
+def _mounts(profile: Profile, models: Path | None) -> tuple[Mount, ...]:
+    """The folder of all models, or the named folders, mounted where the launcher looks for this profile's models."""
     named = {field: _path(field, profile.get(field)) for field in ("model.directory", "model.drafter")}
     if not any(named.values()):
-        return ()
+        if models is None or profile.device == "cpu":
+            return ()
+        return (Mount(_path("the models folder", str(models.absolute())), MODELS),)
     if profile.device == "cpu":
         raise BadInputError("model.directory or model.drafter is set, and the demo's image has a model", "leave it out")
     inside = model_paths(profile.with_values(dict.fromkeys(named, "")), Path(MODELS))

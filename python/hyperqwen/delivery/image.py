@@ -210,7 +210,7 @@ def load(file: Path) -> Image:
         return from_json(file.read_text(encoding="utf-8"), str(file))
     except (FileNotFoundError, IsADirectoryError):
         raise MissingError(
-            f"the image description {file} does not exist", "start this through `nix run .#oci`"
+            f"the image description {file} does not exist", "start this through `./hq run .#oci`"
         ) from None
 
 

@@ -32,7 +32,7 @@ MODELS = "/var/lib/hyperqwen/models"
 
 GPU_WAIT_SECONDS = 300
 WATCHDOG_SECONDS = 60
-"""Without a sign of life for so long, systemd ends it; the launcher stops giving them 180 s into a stall."""
+"""Without a sign of life for so long, systemd ends it; the launcher stops giving them some minutes into a stall."""
 START_MARGIN_SECONDS = GPU_WAIT_SECONDS + 30
 """Seconds over the launcher's own limit, which says what was slow. The wait for the card has the same timeout."""
 STOP_MARGIN_SECONDS = 30

@@ -22,6 +22,20 @@ ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 DRAFTER_ARCHITECTURE = "DFlash2DraftModel"
 _FULL, _LINEAR = "full_attention", "linear_attention"
 
+_MOST_LAYERS = 1024
+# Far above any model: what is beyond is a mistake, and would be computed with for minutes.
+_MOST = {
+    "num_hidden_layers": _MOST_LAYERS,
+    "mtp_num_hidden_layers": _MOST_LAYERS,
+    "depth": _MOST_LAYERS,
+    "vocab_size": 1 << 22,
+    "intermediate_size": 1 << 20,
+    "max_position_embeddings": 1 << 24,
+    "num_position_embeddings": 1 << 24,
+    "sliding_window": 1 << 24,
+}
+_MOST_OTHERS = 1 << 17
+
 CARDS_LIMIT = 8
 """Most cards that share a layer."""
 
@@ -186,12 +200,15 @@ def from_table(table: Mapping[str, Any], name: str, where: str) -> Geometry:
 def from_config(config: Mapping[str, Any], name: str, where: str) -> Geometry:
     """The geometry in a Hugging Face config.json, with the text model's fields under `text_config` or at the top."""
     problems = _Problems(where)
-    architecture = (config.get("architectures") or [None])[0]
+    architecture = _architecture(config)
     if architecture not in ARCHITECTURES:
         problems.add("architectures", architecture, f"must be {' or '.join(ARCHITECTURES)}")
         problems.finish()
     prefix = "text_config." if "text_config" in config else ""
     text: Mapping[str, Any] = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        problems.add("text_config", text, "must be a table")
+        problems.finish()
     for field, wanted in (("attention_bias", False), ("attn_output_gate", True), ("hidden_act", "silu")):
         if text.get(field, wanted) != wanted:
             problems.add(prefix + field, text[field], f"must be {wanted!r}: this family has nothing else")
@@ -199,6 +216,9 @@ def from_config(config: Mapping[str, Any], name: str, where: str) -> Geometry:
         problems.add(prefix + "num_experts", text["num_experts"], "must be absent: the planner knows dense models")
     values = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
     kinds = text.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        problems.add(prefix + "layer_types", kinds, "must be a list")
+        problems.finish()
     if "full_attention_interval" not in values:
         # transformers derives the kinds of the layers from it, and has 4 where it is not said.
         values["full_attention_interval"] = 1 + kinds.index(_FULL) if kinds and _FULL in kinds else 4
@@ -219,6 +239,11 @@ def from_config(config: Mapping[str, Any], name: str, where: str) -> Geometry:
     return geometry
 
 
+def _architecture(config: Mapping[str, Any]) -> Any:
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named else named or None
+
+
 def drafter_from_table(table: Mapping[str, Any], name: str, where: str) -> Drafter:
     """The drafter in a [drafter] table."""
     problems = _Problems(where)
@@ -234,11 +259,14 @@ def drafter_from_table(table: Mapping[str, Any], name: str, where: str) -> Draft
 def drafter_from_config(config: Mapping[str, Any], name: str, where: str) -> Drafter:
     """The drafter in a DFlash2 checkpoint's config.json; the fields of `dflash_config` are read beside the rest."""
     problems = _Problems(where)
-    architecture = (config.get("architectures") or [None])[0]
+    architecture = _architecture(config)
     if architecture != DRAFTER_ARCHITECTURE:
         problems.add("architectures", architecture, f"must be {DRAFTER_ARCHITECTURE}")
         problems.finish()
     inner = config.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        problems.add("dflash_config", inner, "must be a table")
+        problems.finish()
     values = {**config, **inner}
     if "swa_window_size" in inner:
         values["sliding_window"] = inner["swa_window_size"]
@@ -252,7 +280,9 @@ def _content(path: Path, table: str) -> dict[str, Any]:
     if path.suffix == ".json":
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except RecursionError:
+            raise BadInputError(f"{path} is nested too deeply", "name the model's config.json") from None
+        except ValueError as error:
             raise BadInputError(f"{path} is not JSON: {error}", "name the model's config.json") from None
         if not isinstance(config, dict):
             raise BadInputError(f"{path} holds no object", "name the model's config.json")
@@ -266,7 +296,9 @@ def _content(path: Path, table: str) -> dict[str, Any]:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError:
+        raise BadInputError(f"{path} is nested too deeply", "take arrays or tables out") from None
+    except ValueError as error:
         raise BadInputError(f"{path} is not TOML: {error}", "correct that line") from None
 
 
@@ -289,6 +321,11 @@ def _find(name_or_path: str | Path) -> Path:
     raise MissingError(f"model {text!r}: there is no {path}", fix)
 
 
+def _shown(value: Any) -> str:
+    # Python prints no number of thousands of digits.
+    return "too large" if isinstance(value, int) and value.bit_length() > 256 else repr(value)
+
+
 class _Problems:
     """Collects what is wrong with the fields of one file, and raises it as one error."""
 
@@ -298,7 +335,7 @@ class _Problems:
 
     def add(self, field: str, value: Any, rule: str) -> None:
         self._lines.append(
-            f"{field} is {value!r}; it {rule}" if value is not None else f"{field} is missing; it {rule}"
+            f"{field} is {_shown(value)}; it {rule}" if value is not None else f"{field} is missing; it {rule}"
         )
 
     def finish(self) -> None:
@@ -339,13 +376,18 @@ class _Problems:
                 found[key] = self._integers(prefix + key, value)
             else:
                 least = 0 if key == "mtp_num_hidden_layers" else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    self.add(prefix + key, value, f"must be a whole number from {least}")
+                most = _MOST.get(key, _MOST_OTHERS)
+                if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                    self.add(prefix + key, value, f"must be a whole number from {least} to {most}")
                 found[key] = value
         return found
 
     def _integers(self, field: str, value: Any) -> tuple[int, ...]:
-        if isinstance(value, list) and value and all(isinstance(item, int) and item >= 0 for item in value):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(item, int) and 0 <= item < _MOST_LAYERS for item in value)
+        ):
             return tuple(value)
         self.add(field, value, "must be a list of layer indices")
         return ()

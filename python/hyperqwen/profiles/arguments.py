@@ -76,11 +76,27 @@ FORBIDDEN: Mapping[str, tuple[str, str]] = {
 }
 """Flags that no profile may have: why, and what to do instead."""
 
+_SECRET = frozenset({"--api-key", "--hf-token"})
 _OTHERS = ("--disable-log-stats", "--hf-overrides", "--kv-transfer-config")
 _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-dc": "--diffusion-config",
     "-sc": "--speculative-config",
     "-cc": "--compilation-config",
     "-ac": "--attention-config",
@@ -119,10 +135,21 @@ def parse(arguments: list[str]) -> list[Flag]:
         spelled, equals, value = arguments[start].partition("=")
         values = ((value,) if equals else ()) + tuple(arguments[start + 1 : end])
         name, negated = _name(spelled)
-        if name == "--optimization-level" and spelled[2:] and spelled.startswith("-O"):
+        if not spelled.startswith("--") and spelled not in _SHORT and spelled[:2] in _SHORT:
             values = (spelled[2:], *values)
         found.append(Flag(name, spelled, negated, values, (start, end)))
     return found
+
+
+def secrets(arguments: list[str]) -> list[str]:
+    """The keys and tokens among `arguments`, in whichever spelling of their flags."""
+    found: list[str] = []
+    for flag in parse(arguments):
+        if flag.name in _SECRET:
+            end = flag.span[1]
+            # A key may begin as a flag does: vLLM would refuse it, and it is no less a key.
+            found += flag.values or arguments[end : end + 1]
+    return [value for value in dict.fromkeys(found) if value]
 
 
 def without(arguments: list[str], flag: Flag) -> list[str]:
@@ -131,10 +158,21 @@ def without(arguments: list[str], flag: Flag) -> list[str]:
     return arguments[:start] + arguments[end:]
 
 
+def _short(spelled: str) -> str:
+    """What argparse takes a word with one dash for: a flag, one letter's flag with its value, or the only flag that
+    begins so."""
+    if spelled in _SHORT:
+        return _SHORT[spelled]
+    if spelled[:2] in _SHORT:
+        return _SHORT[spelled[:2]]
+    longer = [flag for flag in _SHORT if flag.startswith(spelled)]
+    return _SHORT[longer[0]] if len(longer) == 1 else spelled
+
+
 def _name(spelled: str) -> tuple[str, bool]:
     """The full name, and whether it was negated."""
     if not spelled.startswith("--"):
-        return _SHORT.get("-O" if spelled.startswith("-O") else spelled, spelled), False
+        return _short(spelled), False
     name = spelled.partition(".")[0].replace("_", "-")
     negated = name.startswith("--no-")
     if negated:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hyperqwen.errors import BadInputError
 from hyperqwen.profiles.profile import Profile
 
 CAPTURE_LIMIT = 64
@@ -27,11 +29,27 @@ class ModelPaths:
 
 
 def model_paths(profile: Profile, models: Path) -> ModelPaths:
-    """Where the profile's files are: its own `directory` and `drafter`, else the usual names below `models`."""
+    """Where the profile's files are: its own `directory` and `drafter`, else the usual names below `models`.
+
+    Both are absolute. Raises BadInputError for one that begins with "~".
+    """
     name = profile.model.name
     model = profile.model.directory or str(models / (name if profile.model.variant == "base" else f"{name}-fast"))
     drafter = profile.model.drafter or str(models / f"{name}-dflash2")
-    return ModelPaths(Path(model), Path(drafter) if profile.speculation.method == "dflash2" else None)
+    drafted = profile.speculation.method == "dflash2"
+    return ModelPaths(
+        _absolute(model, "model.directory" if profile.model.directory else "the models folder (--models)"),
+        _absolute(drafter, "model.drafter" if profile.model.drafter else "the models folder (--models)")
+        if drafted
+        else None,
+    )
+
+
+def _absolute(text: str, field: str) -> Path:
+    # The engine runs in another folder than its launcher; and "~" is a shell's to read, of which there is none here.
+    if text.startswith("~"):
+        raise BadInputError(f"{field}: {text} begins with ~", f"write it in full: {os.path.expanduser(text)}")
+    return Path(text).absolute()
 
 
 def capture_tokens(profile: Profile) -> int:

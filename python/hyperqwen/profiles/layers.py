@@ -40,6 +40,7 @@ Kind = Literal["default", "profile", "host file", "environment", "flag"]
 _IDENTITY = ("name", "title", "summary", "device")
 _WHOLE = re.compile(r"-?[0-9]+\Z")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?\Z")
+_LONGEST_NUMBER = 40  # characters; int() refuses thousands with an error of its own
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -151,12 +152,14 @@ def read_text(knob: Knob, text: str) -> Any:
             return _TRUTH[text]
         raise BadInputError(f"{knob.path} is {text!r}", "use true or false (or 1 or 0)")
     if knob.kind == "int" or (knob.kind == "choice or int" and text not in knob.choices):
+        if len(text) > _LONGEST_NUMBER:
+            raise BadInputError(f"{knob.path} is a number of {len(text):,} characters", f"use {knob.accepts}")
         if _WHOLE.match(text):
             return int(text)
         near = difflib.get_close_matches(text, knob.choices, n=1)
         raise BadInputError(f"{knob.path} is {text!r}", f"did you mean {near[0]}?" if near else f"use {knob.accepts}")
     if knob.kind == "float":
-        if _NUMBER.match(text):
+        if len(text) <= _LONGEST_NUMBER and _NUMBER.match(text):
             return float(text)
         raise BadInputError(f"{knob.path} is {text!r}", f"use {knob.accepts}")
     if knob.kind == "list":

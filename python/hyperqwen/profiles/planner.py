@@ -309,6 +309,8 @@ def _unused(effective: Effective, budget: Budget) -> tuple[Notice, ...]:
     """That a pool which the profile sets for its own card leaves most of a larger one unused."""
     load, field = budget.load, "memory.kv_cache_bytes"
     left = replace(load, kv_cache_bytes=None)
+    if effective.profile.device != "cuda":
+        return ()
     if load.kv_cache_bytes is None or effective.sources[field].kind != "profile" or budget.margin_bytes < _SPARE:
         return ()
     larger = memory.budget(left)

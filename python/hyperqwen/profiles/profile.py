@@ -7,6 +7,7 @@ A profile file holds what differs from the defaults; `hyperqwen.profiles.layers`
 from __future__ import annotations
 
 import tomllib
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,20 +15,32 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hyperqwen import share
 from hyperqwen.errors import BadInputError, MissingError
+from hyperqwen.files import TOML_LIMIT, read_regular_text
 from hyperqwen.runtime.problems import describe
 
 MIB = 1 << 20
 GIB = 1 << 30
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Bytes = Annotated[int, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+    @field_validator("*")
+    @classmethod
+    def _printable(cls, value: Any) -> Any:
+        """No argument or variable can hold a zero byte, and a line's end would end what is shown of it."""
+        for text in value if isinstance(value, list) else [value]:
+            letters = text if isinstance(text, str) else ""
+            wrong = next((letter for letter in letters if unicodedata.category(letter) == "Cc"), None)
+            if wrong is not None:
+                raise ValueError(f"{text!r} has the control character {wrong!r}; take it out")
+        return value
 
 
 class Model(_Table):
@@ -161,12 +174,12 @@ class Cache(_Table):
     prefix: bool = Field(
         default=True, description="Reuse what an earlier prompt with the same beginning left, recurrent state included."
     )
-    retention: Literal["dense", "end"] | Annotated[int, Field(ge=1)] = Field(
+    retention: Literal["dense", "end"] | Annotated[int, Field(ge=1, le=1 << 24)] = Field(
         default="dense",
         description="Where reusable states are kept: at every block, at a prompt's end, or every so many tokens.",
     )
     match_unit: int = Field(
-        default=0, ge=0, description="Granularity of a prefix match in tokens; 0 leaves it to the engine."
+        default=0, ge=0, le=1 << 20, description="Granularity of a prefix match in tokens; 0 leaves it to the engine."
     )
 
 
@@ -255,7 +268,9 @@ class Chat(_Table):
     """What requests get that do not say otherwise."""
 
     thinking: bool = Field(default=True, description="Let the model think before it answers.")
-    max_tokens: int = Field(default=64, ge=1, description="Longest answer of `hyperqwen demo --once`, in tokens.")
+    max_tokens: int = Field(
+        default=64, ge=1, le=1 << 20, description="Longest answer of `hyperqwen demo --once`, in tokens."
+    )
     temperature: float = Field(default=0.0, ge=0.0, le=2.0, description="Temperature of `hyperqwen demo --once`.")
 
 
@@ -435,14 +450,19 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], list[Any]]:
 def read_table(path: Path, what: str, example: str) -> dict[str, Any]:
     """The TOML of `path`, unchecked; raises MissingError or BadInputError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        if path.is_dir():
+            raise FileNotFoundError
+        text = read_regular_text(path, TOML_LIMIT)
+    except (FileNotFoundError, NotADirectoryError):
         raise MissingError(f"the {what} {path} does not exist", f"name a file such as {example}") from None
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise BadInputError(f"{path} is not TOML: it is nested too deeply", "take arrays or tables out") from None
+    except ValueError as error:
+        # Besides TOMLDecodeError there is that of a number of thousands of digits.
         raise BadInputError(f"{path} is not TOML: {error}", "correct that line") from None
 
 

@@ -15,8 +15,10 @@ import json
 import os
 import pwd
 import re
+import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import tarfile
 import tempfile
@@ -28,6 +30,8 @@ from urllib.parse import quote
 
 from hyperqwen.engine import messages
 from hyperqwen.errors import BadInputError, UnsuitableError, VerificationError
+from hyperqwen.files import TOML_LIMIT, read_regular
+from hyperqwen.profiles.arguments import secrets as argument_secrets
 from hyperqwen.profiles.layers import redacted
 
 # Variables that say how our programs and their engine run, by how their names begin.
@@ -65,6 +69,7 @@ MARK = "•••"
 _VALUE = r"[^\s\"',;\\\]\)}•]+"
 _QUOTE = r"\\?[\"']?"
 _SECRETS = r"(?:api[_-]?key|access[_-]?key|access[_-]?token|auth[_-]?token|hf[_-]?token|token|password|passwd|secret)"
+_PEM = "-----{} [A-Z0-9 ]*PRIVATE KEY-----"
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?i)\b(bearer|basic)((?:\s|%20)+)[A-Za-z0-9._~+/=\-]{4,}"), rf"\1\2{MARK}"),
     (
@@ -73,10 +78,17 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), MARK),
     (re.compile(r"\b(?:sk|pk)-[A-Za-z0-9_\-]{12,}"), MARK),
+    (re.compile(r"\bglpat-[A-Za-z0-9_\-]{8,}"), MARK),
     (re.compile(r"\bgh[opsur]_[A-Za-z0-9]{12,}|\bgithub_pat_\w{12,}"), MARK),
     (re.compile(r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{4,}(?:\.[A-Za-z0-9_\-]*)?"), MARK),
     (re.compile(r"\bAKIA[A-Z0-9]{16}\b"), MARK),
     (re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^\s/@\"']+@"), rf"\1{MARK}@"),
+    (re.compile(rf"(?i)\b((?:set-)?cookie)({_QUOTE}\s*[:=]\s*{_QUOTE})[^\s\"'•][^\"'\n•]*"), rf"\1\2{MARK}"),
+    (re.compile(rf"({_PEM.format('BEGIN')}).*?(?={_PEM.format('END')}|\Z)", re.DOTALL), rf"\1{MARK}"),
+    # The beginning may be on a line that was cut off.
+    (re.compile(rf"(?>(?:[A-Za-z0-9+/=]{{16,}}(?:\\n|\s)+)+)(?={_PEM.format('END')})"), MARK),
+    # Namespace(api_key=['a', 'b']): a server may have several.
+    (re.compile(rf"(?i)({_SECRETS}{_QUOTE}\s*[:=]\s*)\[[^\],]*,[^\]]*\]"), rf"\1[{MARK}]"),
     # api_key='x', "token": "x", 'api_key': ['x'], HF_TOKEN=x; a file that holds one is called api_key_file.
     (
         re.compile(
@@ -179,16 +191,22 @@ class Scrubber:
 
 def _spelled(secret: str) -> set[str]:
     """How `secret` may stand in a file: as it is, in JSON, in an address, and in base64."""
-    spellings = {secret, json.dumps(secret)[1:-1], quote(secret, safe=""), quote(secret)}
+    # A list of arguments is shown as for a shell.
+    words = {secret, shlex.quote(secret)[1:-1] if "'" in secret else secret}
+    spellings = {quote(secret, safe=""), quote(secret), repr(secret)[1:-1]} | words
+    spellings |= {json.dumps(word, ensure_ascii=ascii_only)[1:-1] for word in words for ascii_only in (True, False)}
     if len(secret) > 3:
         raw = secret.encode()
         spellings |= {base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode().rstrip("=")}
     return {spelling for spelling in spellings if spelling}
 
 
-def scrubber(environ: Mapping[str, str], files: Iterable[Path] = (), root: Path = Path("/")) -> Scrubber:
+def scrubber(
+    environ: Mapping[str, str], files: Iterable[Path] = (), root: Path = Path("/"), arguments: Iterable[list[str]] = ()
+) -> Scrubber:
     """What takes out this user's secrets, also those in the `files`, and the names of user and machine.
 
+    arguments: lists of the engine's flags, which may hold keys.
     root: of the host's own files, for `secret_files`.
     """
     hosts = {socket.gethostname(), os.uname().nodename}
@@ -199,12 +217,15 @@ def scrubber(environ: Mapping[str, str], files: Iterable[Path] = (), root: Path 
         entry = pwd.getpwuid(os.getuid())
         users.add(entry.pw_name)
         home = home or entry.pw_dir
-    secrets = known_secrets(environ, secret_files(environ, files, root))
+    secrets = known_secrets(environ, secret_files(environ, files, root), arguments)
     return Scrubber(secrets, home, tuple(sorted(users)), tuple(sorted(hosts)))
 
 
-def known_secrets(environ: Mapping[str, str], files: Iterable[Path]) -> tuple[str, ...]:
-    """Every secret that this user's programs could have told: of variables, and of `files`, each line of which is one.
+def known_secrets(
+    environ: Mapping[str, str], files: Iterable[Path], arguments: Iterable[list[str]] = ()
+) -> tuple[str, ...]:
+    """Every secret that this user's programs could have told: of variables, of `files`, each line of which is one, and
+    of lists of the engine's `arguments`.
 
     Nothing is asked of a file but that it can be read: a key that others may read is a key still.
     """
@@ -213,10 +234,12 @@ def known_secrets(environ: Mapping[str, str], files: Iterable[Path]) -> tuple[st
         if value.strip() and is_secret(name):
             found |= {value, value.strip()}
     for file in files:
-        with contextlib.suppress(OSError):
-            text = file.read_bytes()[:65536].decode("utf-8", errors="replace")
+        with contextlib.suppress(OSError, BadInputError):
+            text = read_regular(file, TOML_LIMIT).decode("utf-8", errors="replace")
             found |= {line.strip() for line in text.splitlines() if line.strip()}
             found.add(text.strip())
+    for words in arguments:
+        found |= {spelled for secret in argument_secrets(words) for spelled in (secret, secret.strip())}
     # Brackets and commas alone are in every file.
     return tuple(sorted(secret for secret in found if any(letter.isalnum() for letter in secret)))
 
@@ -246,10 +269,18 @@ def secret_files(environ: Mapping[str, str], named: Iterable[Path] = (), root: P
     return list(dict.fromkeys(files))
 
 
+def quoted_words(settings: Path) -> list[str]:
+    """Every text between quotes in a file of settings, in order, whether or not it can be parsed."""
+    with contextlib.suppress(OSError, BadInputError):
+        text = read_regular(settings, TOML_LIMIT).decode("utf-8", errors="replace")
+        return [double or single for double, single in re.findall(r'"([^"\n]*)"|\'([^\'\n]*)\'', text)]
+    return []
+
+
 def named_key_files(settings: Path) -> list[Path]:
     """What a file of settings names as api_key_file, whether or not it can be parsed."""
-    with contextlib.suppress(OSError):
-        text = settings.read_text(encoding="utf-8", errors="replace")
+    with contextlib.suppress(OSError, BadInputError):
+        text = read_regular(settings, TOML_LIMIT).decode("utf-8", errors="replace")
         return [Path(found) for found in re.findall(r"""api_key_file["']?\s*=\s*["']([^"'\n]+)["']""", text)]
     return []
 
@@ -270,7 +301,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def tail(file: Path, lines: int, most: int = 4 << 20) -> str:
     """The last `lines` lines of `file`, of its last `most` bytes; a line that was cut is left out."""
-    with file.open("rb") as source:
+    # A pipe in a log's place would be waited for.
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
+        if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+            return ""
         end = source.seek(0, os.SEEK_END)
         source.seek(max(0, end - most))
         data = source.read()

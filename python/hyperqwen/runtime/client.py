@@ -73,9 +73,8 @@ class Client:
         return response
 
     def _unreachable(self, path: str, error: httpx.HTTPError) -> Unreachable:
-        return Unreachable(
-            f"no answer from {self._http.base_url}{path.removeprefix('/')}: {error or type(error).__name__}"
-        )
+        address = f"{str(self._http.base_url).rstrip('/')}/{path.removeprefix('/')}"
+        return Unreachable(f"no answer from {address}: {error or type(error).__name__}")
 
     def _ask(self, path: str, body: dict[str, Any], timeout: float, text_of: Any) -> Reply:
         try:

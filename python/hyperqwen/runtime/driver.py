@@ -467,7 +467,7 @@ def _module_problems(driver: Driver, host: Host, root: Root) -> list[Problem]:
             Problem(
                 "no-card",
                 "no NVIDIA card is on this machine's PCI bus",
-                "use a machine with an NVIDIA card; without one: nix run .#demo",
+                "use a machine with an NVIDIA card; without one: ./hq run .#demo",
             )
         ]
     if root.real("/sys/module/nouveau") is not None:

@@ -104,7 +104,7 @@ class Engine:
                 os.close(said)
             raise UnsuitableError(
                 f"the engine cannot be started: {error.filename or python}: {error.strerror}",
-                "start it through `nix run .#serve` or `.#demo`, which build it",
+                "start it through `./hq run .#serve` or `.#demo`, which build it",
             ) from None
         finally:
             os.close(writer)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyperqwen.errors import UnsuitableError
+from hyperqwen.errors import BadInputError, UnsuitableError
 
 
 @dataclass
@@ -39,6 +39,11 @@ def prepare(environ: Mapping[str, str], engine_id: str, wanted: Path | None = No
     be written.
     """
     if wanted is not None:
+        if wanted == Path():
+            # What an empty text becomes; caches in whichever folder a shell happens to be in are meant by nobody.
+            raise BadInputError("the cache folder's name is empty (or .)", f"write it in full: {wanted.absolute()}")
+        # The engine runs in another folder than this program.
+        wanted = wanted.absolute()
         problem = _unusable(wanted)
         if problem:
             raise UnsuitableError(
@@ -67,12 +72,12 @@ def logs_folder(environ: Mapping[str, str], wanted: Path | None = None) -> Path 
 
     None where there is no usual place: such a run has them in a temporary folder.
     """
-    return wanted / "log" if wanted is not None else _xdg(environ, "XDG_STATE_HOME", ".local/state")
+    return wanted.absolute() / "log" if wanted is not None else _xdg(environ, "XDG_STATE_HOME", ".local/state")
 
 
 def cache_folder(environ: Mapping[str, str], engine_id: str, wanted: Path | None = None) -> Path:
     """Where a run with the same variables has its engine's caches, made or not."""
-    usual = wanted or _xdg(environ, "XDG_CACHE_HOME", ".cache") or Path(tempfile.gettempdir())
+    usual = (wanted and wanted.absolute()) or _xdg(environ, "XDG_CACHE_HOME", ".cache") or Path(tempfile.gettempdir())
     return usual / engine_id
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +22,10 @@ SERVICE_KEY = "/etc/hyperqwen/api-key"
 
 
 def resolve_key(file: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The key in `file` or in HYPERQWEN_API_KEY, else the service's credential; None where there is none of them.
+    """The key in HYPERQWEN_API_KEY, else the service's credential, else the key in `file`; None where there is none.
+
+    A `file` that gives way to a credential is named on stderr, once. A host file names one for all servers of the host,
+    and the sandbox of a service would hide it: the credential was made for this very service.
 
     Raises MissingError or UnsuitableError for a file that cannot be read; BadInputError where both are given, for a
     file that others may read or write, and for a key that is empty (which a server would take for none) or that no
@@ -32,15 +37,15 @@ def resolve_key(file: Path | None, environ: Mapping[str, str]) -> str | None:
             f"two keys are given: {VARIABLE} and the key file {file}",
             f"keep one: unset {VARIABLE}, or give no key file",
         )
-    if file is not None:
-        return _checked(_read(file), f"the key file {file}")
     if VARIABLE in environ:
         return _checked(environ[VARIABLE], VARIABLE)
     credential = credential_file(environ)
     if credential is not None:
+        if file is not None:
+            _say_once(f"the key is the service's credential {credential}; the key file {file} is not read")
         # The service manager guards it: only this service's user gets at the folder, whatever the file's mode says.
         return _checked(_text(credential), f"the credential {credential}")
-    return None
+    return None if file is None else _checked(_read(file), f"the key file {file}")
 
 
 def credential_file(environ: Mapping[str, str]) -> Path | None:
@@ -50,8 +55,19 @@ def credential_file(environ: Mapping[str, str]) -> Path | None:
     return file if folder and file.is_file() else None
 
 
-def shell_key(file: Path | None) -> str:
-    """How a shell says the key inside double quotes, without showing it: from `file`, or else from the variable."""
+@functools.cache
+def _say_once(text: str) -> None:
+    """A start asks for the key more than once: to check it, and to hand it on."""
+    print(f"hyperqwen: {text}", file=sys.stderr)
+
+
+def shell_key(file: Path | None, credential: Path | None = None) -> str:
+    """How a shell says the key inside double quotes, without showing it: from `file`, or else from the variable.
+
+    A service's `credential` is there for the service alone; what it was made of is root's.
+    """
+    if credential is not None:
+        return f"$(sudo cat {SERVICE_KEY})"
     # The folder is spelled out: a client is usually started in another terminal, and in another place.
     return f"${VARIABLE}" if file is None else f"$(cat {shlex.quote(str(file.absolute()))})"
 

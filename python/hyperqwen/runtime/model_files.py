@@ -28,6 +28,10 @@ SETTINGS = ("config.json", "generation_config.json")
 _CODE = (".py", ".so")
 _PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 _MOST_SHOWN = 5
+NOT_PREPARED = (
+    "this version cannot prepare it yet (README, On a GPU): copy a prepared folder there, "
+    "or name it with --models FOLDER"
+)
 _KINDS: dict[type, str] = {dict: "an object", list: "a list"}
 
 
@@ -61,7 +65,7 @@ def check(folder: Path, *, weights: bool = True, tokenizer: bool = True) -> File
     again = "prepare the model again, or name another folder (model.directory, --models)"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        trouble = Trouble(f"the model folder {folder} {what}", again, errors.NOT_FOUND)
+        trouble = Trouble(f"the model folder {folder} {what}", NOT_PREPARED, errors.NOT_FOUND)
         return Files(folder, troubles=(trouble,))
     troubles: list[Trouble] = []
     wanted = [*SETTINGS, *(TOKENIZER if tokenizer else ())] if tokenizer else ["config.json"]

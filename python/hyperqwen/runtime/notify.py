@@ -75,8 +75,9 @@ def _watchdog(environ: Mapping[str, str], pid: int) -> float | None:
     text = environ.get("WATCHDOG_USEC")
     if text is None or environ.get("WATCHDOG_PID", str(pid)) != str(pid):
         return None
-    if not text.isdecimal() or int(text) == 0:
-        raise UnsuitableError(f"WATCHDOG_USEC is {text!r}, must be microseconds", "unset it, or set WatchdogSec=")
+    # 20 digits hold any number of 64 bits; isdecimal alone takes digits of other scripts.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20 and int(text)):
+        raise UnsuitableError(f"WATCHDOG_USEC is {text[:40]!r}, must be microseconds", "unset it, or set WatchdogSec=")
     return int(text) / 1e6
 
 

@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server on `host`: an address, or localhost as this machine resolves it."""
     addresses = {host}
     if host == "localhost":
-        with contextlib.suppress(socket.gaierror):
+        with contextlib.suppress(socket.gaierror, UnicodeError):
             addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     return all(is_loopback_address(address) for address in addresses)
 
@@ -50,6 +50,9 @@ def claim(host: str, port: int) -> socket.socket:
         raise BadInputError(
             f"host {host!r} has no address ({error.strerror})", "use 127.0.0.1, or an address of this machine"
         ) from None
+    except (UnicodeError, ValueError):
+        # A name that idna cannot encode (too long, an empty part), or one with a zero byte.
+        raise BadInputError(f"host {host[:80]!r} is no name", "use 127.0.0.1, or an address of this machine") from None
     try:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:

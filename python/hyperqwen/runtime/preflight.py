@@ -30,7 +30,7 @@ from hyperqwen.runtime.host import Host, Problem
 if TYPE_CHECKING:
     from hyperqwen.runtime.gpu import Gpu
 
-DEMO = "without a GPU: nix run .#demo serves a small model on the processor"
+DEMO = "without a GPU: ./hq run .#demo serves a small model on the processor"
 # Estimates: two processes with torch and CUDA, and one more for each further card. Weights are mapped, and the kernel
 # takes those pages back.
 _ENGINE_RAM, _CARD_RAM = 6 * GIB, 3 * GIB
@@ -123,7 +123,7 @@ def machine(seen: driver.Survey) -> list[Item]:
         items.append(Item("cards", "fail", seen.nvml_error, "`nvidia-smi` should say the same; `dmesg` may say why"))
     # Said once, with the first of them: what this machine can do as it is.
     first = next((place for place, item in enumerate(items) if item.state == "fail"), None)
-    if first is not None and "nix run .#demo" not in (items[first].fix or ""):
+    if first is not None and "./hq run .#demo" not in (items[first].fix or ""):
         items[first] = replace(items[first], fix=f"{items[first].fix}; {DEMO}")
     return items
 
@@ -343,7 +343,7 @@ def key(profile: Profile, environ: Mapping[str, str]) -> Item:
         if found is None:
             return f"none; only this machine reaches {host}"
         credential = keys.credential_file(environ)
-        where = file or (keys.VARIABLE if keys.VARIABLE in environ else f"the credential {credential}")
+        where = keys.VARIABLE if keys.VARIABLE in environ else f"the credential {credential}" if credential else file
         return f"set ({len(found)} characters) from {where}"
 
     return look("key", see)
@@ -406,4 +406,4 @@ def compiler(cc: Path | None) -> Item:
     if cc is not None and os.access(cc / "cc", os.X_OK):
         return Item("C compiler", "ok", str(cc / "cc"))
     found = "the program's configuration names none" if cc is None else f"{cc / 'cc'} is not there"
-    return Item("C compiler", "fail", found, "start it through `nix run .#serve`, which brings one")
+    return Item("C compiler", "fail", found, "start it through `./hq run .#serve`, which brings one")

@@ -13,13 +13,39 @@ _TYPES = {dict: "a table", list: "a list", str: "text", bool: "a truth value", i
 
 def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """All problems of `error`, one a line under a heading that names `where`."""
-    lines = [f"  {_problem(item, model)}" for item in error.errors()]
+    # A union has a problem for each of its parts, and all of them are one mistake.
+    found: dict[str, list[Any]] = {}
+    for item in error.errors():
+        found.setdefault(_field(item["loc"], model), []).append(item)
+    lines = [f"  {_problem(field, items, model)}" for field, items in found.items()]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return "\n".join([f"{count} in {where}:", *lines])
 
 
-def _problem(item: Any, model: type[BaseModel]) -> str:
-    field = ".".join(str(part) for part in item["loc"])
+def shortened(value: Any) -> str:
+    """`value` as a message repeats it: Python prints no number of thousands of digits, and nobody reads one."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 500 else text[:499] + "…"
+
+
+def _field(loc: Sequence[str | int], model: type[BaseModel]) -> str:
+    """The field's path, without the part of a union that pydantic names after it."""
+    parts: list[str] = []
+    inside: type[BaseModel] | None = model
+    for part in loc:
+        if inside is None and isinstance(part, str):
+            break
+        parts.append(str(part))
+        field = inside.model_fields.get(str(part)) if inside is not None else None
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        inside = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return ".".join(parts)
+
+
+def _problem(field: str, items: Sequence[Any], model: type[BaseModel]) -> str:
+    item = items[0]
     kind, value = item["type"], item["input"]
     if kind == "missing":
         return f"{field} is missing; add it"
@@ -27,8 +53,14 @@ def _problem(item: Any, model: type[BaseModel]) -> str:
         return f"{field} is not a field; {_nearest(item['loc'], model)}"
     if kind == "value_error":
         return f"{field}: {item['ctx']['error']}"
-    wanted = str(item["msg"]).removeprefix("Input ").replace("should be", "must be").replace("should", "must")
-    return f"{field} is {value!r} ({_TYPES.get(type(value), type(value).__name__)}); it {wanted}"
+    wanted = ", or ".join(dict.fromkeys(_wanted(str(one["msg"])) for one in items))
+    return f"{field} is {shortened(value)} ({_TYPES.get(type(value), type(value).__name__)}); it {wanted}"
+
+
+def _wanted(message: str) -> str:
+    for subject in ("Input ", "String ", "List "):
+        message = message.removeprefix(subject)
+    return message.replace("should", "must")
 
 
 def _nearest(loc: Sequence[str | int], model: type[BaseModel]) -> str:

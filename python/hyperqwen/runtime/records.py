@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from hyperqwen.errors import UnsuitableError
+from hyperqwen.errors import BadInputError, UnsuitableError
+from hyperqwen.files import RECORD_LIMIT, read_regular_text
 
 FOLDER = "runs"
 # The kernel counts a process's start from boot in hundredths, and the time of boot is rounded to a second.
@@ -98,8 +99,8 @@ def found(logs: Path, *, tidy: bool = True) -> list[Record]:
     running = []
     for path in sorted(folder(logs).glob("*.json")):
         try:
-            record = Record.model_validate(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, ValidationError):
+            record = Record.model_validate(json.loads(read_regular_text(path, RECORD_LIMIT)))
+        except (OSError, BadInputError, ValueError, RecursionError, OverflowError):
             continue
         if record.alive:
             running.append(record)
