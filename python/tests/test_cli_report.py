@@ -69,8 +69,10 @@ class User:
         program = folder / "bin/journalctl"
         program.parent.mkdir()
         program.write_text(
-            f'#!/bin/sh\nfor last; do :; done\ntest "$last" = "--unit=hyperqwen*" || exit 1\n'
-            f'test ! -e {self.journal} || while read -r line; do printf "%s\\n" "$line"; done < {self.journal}\n'
+            f"#!{sys.executable}\nimport pathlib\nimport sys\n\n"
+            'if sys.argv[-1] != "--unit=hyperqwen*":\n    sys.exit(1)\n'
+            f"journal = pathlib.Path({str(self.journal)!r})\n"
+            'sys.stdout.write(journal.read_text() if journal.exists() else "")\n'
         )
         program.chmod(0o755)
         self.environ = {

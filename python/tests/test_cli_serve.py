@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,15 +100,16 @@ def serve(tmp_path: Path) -> Serve:
 
 def printed(name: str) -> str:
     """What --print-argv says of the profile, on a machine with neither GPU nor model."""
-    environ = {
-        "PATH": os.environ.get("PATH", ""),
-        "PYTHONPATH": str(PYTHON_DIR),
-        "HYPERQWEN_MODELS": "/models",
-        "HYPERQWEN_HOST_FILE": os.devnull,
-    }
-    done = subprocess.run(
-        [*COMMAND, "--profile", name, "--print-argv", "--json"], env=environ, capture_output=True, text=True, timeout=60
-    )
+    with tempfile.NamedTemporaryFile(suffix=".toml") as empty:
+        environ = {
+            "PATH": os.environ.get("PATH", ""),
+            "PYTHONPATH": str(PYTHON_DIR),
+            "HYPERQWEN_MODELS": "/models",
+            # Whatever this machine's own host file says.
+            "HYPERQWEN_HOST_FILE": empty.name,
+        }
+        command = [*COMMAND, "--profile", name, "--print-argv", "--json"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     # A profile that this engine cannot serve yet is printed all the same, and refused.
     assert done.returncode == (2 if "refuse:" in done.stderr else 0), done.stderr
     return done.stdout

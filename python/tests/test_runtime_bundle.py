@@ -4,6 +4,7 @@ import base64
 import gzip
 import io
 import json
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -241,7 +242,9 @@ def test_of_a_long_line_that_was_cut_nothing_is_shown(tmp_path: Path) -> None:
 def test_of_a_long_journal_the_last_whole_lines(tmp_path: Path) -> None:
     assert bundle.journal(5, {"PATH": str(tmp_path)}) == ""
     program = tmp_path / "journalctl"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$*" one two three\n')
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\n\nprint(' '.join(sys.argv[1:]), 'one', 'two', 'three', sep='\\n')\n"
+    )
     program.chmod(0o755)
     environ = {"PATH": str(tmp_path)}
     arguments, *rest = bundle.journal(5, environ).splitlines()
